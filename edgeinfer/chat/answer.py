@@ -20,7 +20,10 @@ from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
 class AnswerWriter(CollectedAnswer):
-    """Stores an answer while it is generated. `done` is the ended turn, None until the answer ends."""
+    """Stores an answer, i.e. one turn of a conversation, while the engine generates it.
+
+    `done` is the stored turn after the end of the answer, None before.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,10 @@ class AnswerWriter(CollectedAnswer):
         self._repeats = False
 
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
-        """Return a receipt (signed with `key`, if any), or a Refusal if the answer is not complete."""
+        """Return a receipt of the answer for `edgeinfer verify`, signed if there is a `key`.
+
+        Returns a Refusal with the reason if no receipt can be made, e.g. of an unfinished answer.
+        """
         if self.last_event is None:
             return Refusal(refused="the answer has failed, or has not ended yet")
         return make_receipt(self.request, self.last_event, self._info, key=key)
@@ -62,7 +68,8 @@ class AnswerWriter(CollectedAnswer):
     def flush(self) -> CollectedAnswer:
         """Store the text that was added since the last call, and return that text.
 
-        An answer that repeats itself is stopped. A StoreError is not raised, but set as `store_error`.
+        Stops the generation if the answer repeats itself. A StoreError is not raised: the attribute
+        `store_error` is set to it.
         """
         new, self._new = self._new, CollectedAnswer()
         if (new.text or new.reasoning) and self.done is None:

@@ -28,7 +28,7 @@ PASTED = "pasted text"
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
-#: Matches `@name` at the start of a word, without punctuation at the end, or `@"any name"`.
+#: Matches `@name` or `@"any name"` after a space. An unquoted name does not end with punctuation.
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 
 #: Matches a name that can only be a path: one with a slash, or with a suffix such as `.txt`.
@@ -36,12 +36,15 @@ _PATH = re.compile(r"/|\.\w*[a-zA-Z]\w*$")
 
 
 def mentions(text: str) -> list[str]:
-    """Return the names after `@` in `text`, each once; a name may be a path or anything else."""
+    """Return each name after `@` in `text` once: `notes.txt` of `@notes.txt`, `ann` of `@ann`."""
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
 def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
-    """Return the files and folders (`@docs/`) that `text` mentions and that exist, each once."""
+    """Return the existing files (`@a.txt`) and folders (`@docs/`) that `text` mentions, each once.
+
+    Relative names are resolved against `cwd` (None: the working folder).
+    """
     paths: dict[Path, None] = {}
     for named in mentions(text):
         path = (cwd or Path.cwd()) / os.path.expanduser(named)
@@ -51,19 +54,22 @@ def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Return the mentioned paths (`@docs/a`) that do not exist; the model gets them as plain text."""
+    """Return the mentioned paths (`@docs/a`) that do not exist; the model gets only their names."""
     paths = [name for name in mentions(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 
 
 def missing_note(text: str) -> str:
-    """Return a note for the user that names mentioned files that do not exist; "" if all exist."""
+    """Return a note for the user with the paths of `missing_files`; "" if all files exist."""
     missing = missing_files(text)
     return f"No such file: {', '.join(missing)}. The question was sent without it." if missing else ""
 
 
 def dropped_picture(text: str) -> str:
-    """Return `@"path"` if `text` is the path of a dropped picture or PDF file; otherwise ""."""
+    """Return `@"PATH" ` if `text` is the absolute path of a picture or PDF file; otherwise "".
+
+    A terminal pastes such a path when the user drags a file into its window.
+    """
     try:
         paths = shlex.split(text.strip().removeprefix("file://"))
         path = Path(paths[0]) if len(paths) == 1 else None
@@ -78,18 +84,21 @@ def dropped_picture(text: str) -> str:
 
 
 def read(path: Path) -> Attachment:
-    """Read the file, or the text files of the folder, at `path`. Raises UsageError if that fails."""
+    """Read a file, or all text files of a folder. Raises UsageError if `path` cannot be attached."""
     if os.path.isdir(path):
         return _folder(path)
     # reading a pipe, for example, would never end
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UsageError(f"{path} is not a file or folder", hint="attach a copy of its content")
+        problem = f"{path} is a pipe, a socket or a device, not a file or folder"
+        raise UsageError(problem, hint="save the content as a file, and attach that file")
     try:
         with open(path, "rb") as file:
             return from_bytes(path.name, file.read(pictures.MAX_FILE_BYTES + 1))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
-        raise UsageError(f"{path} cannot be read: {reason}", hint="check the path") from error
+        raise UsageError(
+            f"{path} cannot be read: {reason}", hint="check the path and the file's permissions"
+        ) from error
 
 
 def _folder(folder: Path) -> Attachment:
@@ -104,10 +113,14 @@ def _folder(folder: Path) -> Attachment:
             else:
                 texts.append(f"File `{name}`:\n{fence(text)}")
             if sum(map(len, texts)) > MAX_BYTES or len(texts) + len(left_out) > _MAX_FILES:
-                limit = f"{MAX_BYTES >> 20} MiB of text or {_MAX_FILES:,} files"
+                is_long = sum(map(len, texts)) > MAX_BYTES
+                limit = f"{MAX_BYTES >> 20} MiB of text" if is_long else f"{_MAX_FILES:,} files"
                 raise UsageError(f"{folder} has more than {limit}", hint="attach one of its subfolders")
     if not texts:
-        raise UsageError(f"{folder} contains no text file", hint="attach its other files one by one")
+        raise UsageError(
+            f"the folder {folder} contains no UTF-8 text file",
+            hint="attach pictures and documents (PDF, DOCX) one by one",
+        )
     without = ", without " * bool(left_out) + ", ".join(left_out[:5]) + ", …" * (len(left_out) > 5)
     return Attachment(name=f"{folder.resolve().name}/{without}", text="\n\n".join(texts))
 
@@ -142,7 +155,10 @@ def from_bytes(name: str, data: bytes) -> Attachment:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text", hint="use `iconv -f CODE -t utf-8`") from error
+        raise UsageError(
+            f"{name} is not UTF-8 text",
+            hint="convert the file, e.g. `iconv -f latin1 -t utf-8 FILE > NEW_FILE`",
+        ) from error
     return Attachment(name=name, text=text)
 
 
@@ -172,7 +188,11 @@ def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
 
 
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
-    """Return paths that begin with `typed`. Folders end with a slash; hidden files need a typed dot."""
+    """Return up to `limit` existing paths that begin with `typed`; a folder's path ends with a slash.
+
+    Hidden names are returned only if the typed name begins with a dot. Relative paths are resolved
+    against `cwd` (None: the working folder).
+    """
     folder, _, start = typed.rpartition("/")
     shown = f"{folder}/" if folder or typed.startswith("/") else "."
     base = (cwd or Path.cwd()) / os.path.expanduser(shown)

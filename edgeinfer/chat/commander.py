@@ -59,7 +59,10 @@ class FrontEnd(Protocol):
         """Load the model `name` ("": the present one) with a context of `n_ctx` tokens, if given."""
 
     def follow_model(self) -> None:
-        """Load the opened conversation's model; if that fails, say that the loaded model answers."""
+        """Load the model of a conversation that was just opened.
+
+        If that fails, the user is told that the model loaded before answers.
+        """
 
     def pick_model(self) -> None: ...
 
@@ -79,7 +82,7 @@ class FrontEnd(Protocol):
     def edit_outside(self) -> None: ...
 
     def summarise(self, first_sent: Turn) -> None:
-        """Let the model summarise the turns before `first_sent`; requests then send the summary."""
+        """Let the model summarise the turns before `first_sent`; then send only the summary."""
 
     def leave(self) -> None: ...
 
@@ -114,7 +117,7 @@ class Commander:
         self.deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run a command line such as `/temp 0.3`. Raises EdgeInferError; then nothing has changed."""
+        """Run a command line such as `/temp 0.3`. Raises EdgeInferError if the command fails."""
         typed = commands.parse(line)
         if typed.name in _FRONT_END_METHODS:
             arguments = [typed.argument] if commands.BY_NAME[typed.name].argument else []
@@ -221,7 +224,7 @@ class Commander:
             problem = f"/copy cannot copy {argument!r}"
             raise UsageError(problem, hint="`/copy`, `/copy code`, `/copy code 2` or `/copy all`")
         if not blocks:
-            raise UsageError("the last answer contains no code", hint="`/copy` copies all of it")
+            raise UsageError("the last answer contains no code", hint="`/copy` copies the answer")
         index = int(number) if number else len(blocks)
         if not 1 <= index <= len(blocks):
             problem = f"there is no code block {index}"
@@ -291,7 +294,7 @@ class Commander:
         self.front.show_text("Deleted. `/undo` restores it.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a stored conversation; if it is open, begin a new one. Raises EdgeInferError."""
+        """Delete a stored conversation; a new one replaces it if it is open. Raises EdgeInferError."""
         if not conversation_id:
             raise UsageError("this conversation is not stored yet", hint="ask a question first")
         self.session.store.delete(conversation_id)
@@ -306,7 +309,8 @@ class Commander:
     def undelete(self) -> int:
         """Restore the conversation deleted last; return its id. Raises UsageError if there is none."""
         if self.deleted is None:
-            raise UsageError("this chat has deleted no conversation", hint="`/sessions` lists all")
+            problem = "there is no conversation to restore that was deleted in this chat"
+            raise UsageError(problem, hint="`/sessions` lists the conversations that are stored")
         conversation_id, self.deleted = self.deleted, None
         self.session.store.undelete(conversation_id)
         return conversation_id
@@ -324,13 +328,16 @@ class Commander:
     def _receipt(self, argument: str) -> None:
         answer = self.session.answer
         if answer is None:
-            raise UsageError("this chat has generated no answer yet", hint="`/regen` makes one")
+            problem = "no answer was generated since this conversation was opened"
+            raise UsageError(problem, hint="ask something, or answer again: `/regen`")
         receipt = answer.receipt(load_key(config_file.load_config().receipts.key))
         if isinstance(receipt, Refusal):
             hint = "ask again in a new chat (`/new`) without pictures, or with another model (`/model`)"
             raise UsageError(f"no receipt: {receipt.refused}", hint=hint)
         if argument.startswith("-"):
-            raise UsageError(f"/receipt takes no option: {argument}", hint="`/receipt FILE.json`")
+            raise UsageError(
+                f"/receipt takes no option: {argument}", hint="type `/receipt` or `/receipt FILE.json`"
+            )
         path = Path(argument or formats.file_name(self.session.conversation, ".receipt.json"))
         written = formats.write(path, msgspec.json.encode(receipt).decode())
         command = f"edgeinfer verify {shlex.quote(str(written))}"
@@ -383,7 +390,10 @@ class Commander:
 
 
 def other_model_text(error: EdgeInferError, answering: str) -> str:
-    """Say why the model of a conversation is not loaded, and that the model `answering` answers."""
+    """Return a text for the user: why a conversation's model was not loaded, and which model answers.
+
+    `answering` is the name of that other model.
+    """
     return f"{error.message}. {answering} answers in this conversation; `/model` picks another"
 
 
@@ -401,7 +411,10 @@ def sessions_text(session: ChatSession, query: str) -> str:
 
 
 def stats_text(session: ChatSession, started: str) -> str:
-    """Return a table about the last answer and this process: model, start, context, speed."""
+    """Return a table about the last answer and this process: model, start, context, speed.
+
+    `started` says how the model was loaded, e.g. `resumed in 84 ms`.
+    """
     engine = session.engine
     stats = session.last_stats(session.model)
     rows = [("model", session.model), ("started", started)]

@@ -20,7 +20,10 @@ Kind = Literal["", "model", "path", "prompt", "preset", "adapter", "tools", "the
 
 
 class SlashCommand(msgspec.Struct, frozen=True):
-    """A `/` command. The help shows `argument`: "" for none, in [brackets] if it is optional."""
+    """A `/` command. `argument` is its argument in the help: "" for none, in [brackets] if optional.
+
+    `kind` selects the completions of the argument.
+    """
 
     name: str
     argument: str
@@ -90,9 +93,9 @@ BY_NAME: dict[str, SlashCommand] = {name: c for c in COMMANDS for name in (c.nam
 
 
 def is_command(line: str) -> bool:
-    """Return whether `line` is a command, `/word` on one line; `//` and paths (`/usr/bin`) are text.
+    """Return whether `line` is one line with a command, `/word`. `//` and paths (`/usr/bin`) are text.
 
-    Two commands run together (`/receipt/stats`) are a mistyped command, which `parse` refuses.
+    Returns True for two joined commands (`/receipt/stats`), so that `parse` reports the mistake.
     """
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
     is_path = "/" in word and not BY_NAME.keys() >= set(word.lower().split("/"))
@@ -111,7 +114,8 @@ def parse(line: str) -> TypedCommand:
     if argument and not command.argument:
         raise UsageError(f"/{command.name} takes no argument", hint=f"type /{command.name}")
     if not argument and command.argument and not command.argument.startswith("["):
-        raise UsageError(f"/{command.name} needs {command.argument}", hint=command.usage)
+        problem = f"/{command.name} needs an argument: {command.argument}"
+        raise UsageError(problem, hint=f"type {command.usage}")
     return TypedCommand(command.name, argument)
 
 
@@ -130,7 +134,8 @@ LIMIT = 60
 class CommandCompletion(msgspec.Struct, frozen=True):
     """A completion: `text` replaces the `length` characters before the cursor.
 
-    `whole`: Enter sends the text as typed, which may be complete; only Tab takes the completion.
+    `whole`: the typed text may be complete already, so Enter sends that text, and only Tab inserts the
+    completion.
     """
 
     text: str
@@ -145,7 +150,11 @@ Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 
 def complete(before: str, names: Names, cwd: Path | None = None) -> list[CommandCompletion]:
-    """Return the completions of `before`, the text before the cursor; [] if there is none."""
+    """Return the completions of `before`, the text before the cursor; [] if there is none.
+
+    `names` lists the values of arguments. Relative paths are resolved against `cwd` (None: the working
+    folder).
+    """
     if is_command(before) or before == "/":
         word, space, argument = before.partition(" ")
         return _argument(word, argument, names, cwd) if space else _name(word)

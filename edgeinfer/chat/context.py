@@ -15,7 +15,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_
 #: Maximum share of the context that the remaining turns fill once older turns are dropped.
 KEEP_SHARE = 0.5
 
-#: Number of tokens kept free for a question and its answer if a text fills the context.
+#: Number of tokens that stay free for a question and its answer when a text is cut to fit.
 ANSWER_TOKENS = 1024
 
 _SUMMARISE = (
@@ -32,9 +32,10 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """Return the earliest question from which on the turns fill at most `KEEP_SHARE` of the context.
+    """Return the question with which the conversation begins after its oldest turns are dropped.
 
-    If there is none, return the last question. Raises UsageError if there is only one question,
+    It is the earliest question that, with all turns after it, fills at most `KEEP_SHARE` of the
+    context; if there is none, the last question. Raises UsageError if there is only one question,
     ContextLengthError if the last question does not fit into the context.
     """
     path = session.path
@@ -74,12 +75,15 @@ def fitting_start(engine: Engine, text: str) -> str:
 def summary_text(events: Sequence[Event]) -> str:
     """Return the summary in a generation's events. Raises InterruptedByUser if it was cancelled."""
     if any(isinstance(event, Finished) and event.reason == "cancelled" for event in events):
-        raise InterruptedByUser("the summary was stopped, so every turn is still sent")
+        raise InterruptedByUser("the summary was stopped, so the model still gets every turn")
     return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()
 
 
 def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> GenerateRequest:
-    """Return a request to summarise the turns before `first_sent`; the oldest text may be left out."""
+    """Return a request to summarise the turns before `first_sent`.
+
+    If these turns do not fit into the context, their oldest text is left out.
+    """
     path = session.path
     summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(first_sent.id)]

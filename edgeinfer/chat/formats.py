@@ -79,7 +79,7 @@ def write(path: Path, text: str) -> Path:
         with os.fdopen(fd, "w", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError as error:
-        raise StoreError(f"{target} already exists", hint="give another name") from error
+        raise StoreError(f"{target} already exists", hint="give another file name") from error
     except OSError as error:
         problem = f"{target} cannot be written: {error.strerror}"
         raise StoreError(problem, hint="give another path") from error

@@ -31,8 +31,9 @@ _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
 _TASK = re.compile(r"\[([ xX])\] ")
 _BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`\n]*\n)|~{3,})([^\n]*)\n")
-#: Maximum length (characters) of a block and of a code block; longer ones are shown as text. The
-#: last block is parsed again with each piece, in up to 0.2 s; code takes below 0.1 µs per character.
+#: Maximum length (characters) of a block, and of a code block; a longer one is shown as plain text.
+#: Each new piece causes the last block to be parsed again, which takes up to 0.2 s at this length. Code
+#: takes less than 0.1 µs per character.
 _MAX_BLOCK, _MAX_CODE = 16 << 10, 256 << 10
 
 
@@ -105,7 +106,7 @@ def _tasks(state: Any) -> None:
 
 
 class GrowingMarkdown:
-    """Parses Markdown that arrives in pieces; the size of the pieces does not change the blocks."""
+    """Parses Markdown that arrives in pieces, into the same blocks as if it arrived at once."""
 
     def __init__(self) -> None:
         self._open = ""

@@ -28,7 +28,10 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Literal["fits", "slow", "too big", ""]:
-        """Return whether the model fits this machine; "slow": slower than people read, "": unknown."""
+        """Return whether the model fits this machine; "" if unknown.
+
+        A "slow" model fits, but generates text more slowly than people read.
+        """
         if self.fit is None:
             return ""
         return self.fit.group if self.fit.group in ("slow", "too big") else "fits"
@@ -42,7 +45,10 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
-    """Return every chat model. Call this after the first paint: measuring memory may take 0.2 s."""
+    """Return every chat model. `warm`: names of the models that have a snapshot.
+
+    Call this after the first paint, because measuring memory may take 0.2 s.
+    """
     estimator = Estimator()
     return [
         ModelChoice(
@@ -56,7 +62,10 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
 
 
 def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
-    """Return the models that a first run offers; [] if one is pulled, or named by the user (0.2 s)."""
+    """Return the models that a first run offers to pull (0.2 s).
+
+    Returns [] if a model of `rows` is pulled already, or if the user named a model.
+    """
     if setup.model != setup.host.config.default_model or any(row.pulled for row in rows):
         return []
     return first_run_choices()
@@ -71,10 +80,11 @@ def describe_offer(choice: FirstRunChoice) -> str:
 def pull_first(
     name: str, report: Callable[[PullProgress], None], cancel: threading.Event | None = None
 ) -> tuple[str, str]:
-    """Pull the model `name`, or the default model if the source of `name` cannot be reached.
+    """Pull the model `name`, or DEFAULT_MODEL if the source of `name` cannot be reached.
 
-    The pulled model becomes `default-model` in config.toml. Return the name of that model, and a note
-    for the user ("" if it is the model `name`). Raises what `pull` raises.
+    The pulled model becomes `default-model` in config.toml. Returns the name of the pulled model, and a
+    note for the user if that is not `name` (otherwise ""). `cancel` stops the pull when it is set.
+    Raises the errors of `models.pull.pull`.
     """
     from edgeinfer.models.pull import pull  # imported here: the import takes 30 ms
 

@@ -25,7 +25,7 @@ PRESETS: dict[str, dict[str, Value]] = {
 
 
 def option(name: str) -> str:
-    """Return the field of an option: `top_p` for `top-p` or `TOP_P`. Raises UsageError if unknown."""
+    """Return the field name of a typed option: `top_p` for `top-p`. Raises UsageError if unknown."""
     key = name.lower().replace("-", "_")
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:

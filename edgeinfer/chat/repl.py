@@ -47,7 +47,10 @@ T = TypeVar("T")
 
 
 class Repl:
-    """A chat on two text streams. Without a terminal, tool calls that need approval are refused."""
+    """A chat that reads lines from `source` and writes text to `out`.
+
+    Tool calls that need approval are refused, unless both streams are terminals.
+    """
 
     def __init__(self, setup: ChatSetup, source: TextIO, out: TextIO) -> None:
         self.setup = setup
@@ -67,7 +70,8 @@ class Repl:
     def run(self) -> None:
         """Chat until the input ends or the user leaves.
 
-        Without a terminal, the first error is raised at the end; at once if no model can be loaded.
+        Unless both streams are terminals, the first error is raised at the end of the chat; an error
+        of loading the model is raised at once.
         """
         start = describe_start(self.setup.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
@@ -280,7 +284,7 @@ class Repl:
         self.show_text(text)
         self._write("? ")
         with contextlib.suppress(OSError):  # `select` fails for a StringIO, and on Windows
-            # a blocking read would continue after a stop, and take the user's next line
+            # after a stop of the tool call, a blocking read would go on and take the user's next line
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass
         if stop is not None and stop.is_set:
@@ -335,7 +339,10 @@ class Repl:
             try:
                 name = self._fetch(name, error)
             except KeyboardInterrupt as stop:
-                raise InterruptedByUser(f"stopped by Ctrl-C; {FETCHED_IS_KEPT}") from stop
+                raise InterruptedByUser(
+                    f"the pull was stopped by Ctrl-C; {FETCHED_IS_KEPT}",
+                    hint="`/model NAME` continues the pull",
+                ) from stop
             self._load(name, n_ctx)
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:
@@ -432,7 +439,10 @@ class Repl:
         self.show_text("The Textual app will use this theme.")
 
     def edit_outside(self) -> None:
-        raise UsageError("the plain chat has no editor", hint="end a line with `\\` to type another")
+        raise UsageError(
+            "the plain chat has no editor",
+            hint="type the text here; a `\\` at the end of a line lets you type another",
+        )
 
     def summarise(self, first_sent: Turn) -> None:
         engine = self.session.idle_engine()

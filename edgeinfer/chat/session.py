@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 _TITLE_CELLS = 60
 #: A submitted answer: its turn, its request and its generation.
 _Submitted = tuple[Turn, GenerateRequest, Generation]
-#: Offset (bytes) of the locks on drafts in the lease file; locks on conversations have lower offsets.
+#: Offset (bytes) of the locks on drafts in the lock file; locks on conversations have lower offsets.
 _DRAFTS = 1 << 40
 
 
 class ChatSession:
-    """Edits one open conversation and starts its answers.
+    """Holds the open conversation, changes its turns, and starts answers.
 
     `loaded_model` is the name of the model in `engine`, "" without an engine. `answer` is the latest
-    answer of this session, None before the first. `unstored` says why the store is only in memory; ""
-    if the store is a file.
+    answer in this conversation since it was opened, None before the first. `unstored` tells the user
+    why conversations are not stored in the file; "" if they are.
     """
 
     def __init__(
@@ -96,13 +96,16 @@ class ChatSession:
         return next((turn for turn in reversed(self.path) if turn.role == "user"), None)
 
     def last_stats(self, model: str) -> Stats | None:
-        """Return figures of the branch's last answer; None if `model` did not generate it."""
+        """Return the statistics of the branch's last answer; None if `model` did not generate it."""
         answers = [t for t in self.path if t.role == "assistant" and t.stats.completion_tokens]
         return answers[-1].stats if answers and answers[-1].model == model else None
 
     @property
     def retries_after_shortening(self) -> bool:
-        """Return whether the last answer failed without text, and turns were dropped to retry it."""
+        """Return whether the last answer failed before its first token, and turns were dropped since.
+
+        The front end then answers the last question again.
+        """
         failed = self.head is not None and self.head.failed_without_text
         return failed and any(t.cut_summary is not None for t in self.path)
 
@@ -115,7 +118,7 @@ class ChatSession:
 
     @property
     def answer_elsewhere(self) -> Turn | None:
-        """Answer that another process was writing at the last `refresh`; None if there was none."""
+        """Unfinished answer that another process was writing at the last `refresh`; otherwise None."""
         head = self.head
         is_streaming = head is not None and head.status == "streaming"
         return head if is_streaming and not self.is_answering else None
@@ -139,7 +142,10 @@ class ChatSession:
         return self.loaded_model or self.conversation.model
 
     def use_engine(self, engine: Engine | None, model: str) -> None:
-        """Let `engine`, with `model`, answer from now on; None while another model is being loaded."""
+        """Let `engine`, which has loaded `model`, answer from now on.
+
+        `engine` is None while a model is being loaded.
+        """
         self.engine, self.loaded_model = engine, model if engine is not None else ""
 
     def all_turns(self) -> list[Turn]:
@@ -152,10 +158,14 @@ class ChatSession:
             return self._turns[turn_id]
         except KeyError:
             hint = "open the conversation again"
-            raise UsageError(f"this conversation has no turn {turn_id}", hint=hint) from None
+            problem = f"this conversation has no question or answer with the id {turn_id}"
+            raise UsageError(problem, hint=hint) from None
 
     def new(self) -> None:
-        """Begin a conversation with the same model and options; a first question stores it."""
+        """Begin a conversation with the model, system prompt and sampling options of the open one.
+
+        Stops the running answer. The new conversation is stored with its first question.
+        """
         old = self.conversation
         self._stop_all()
         self.conversation = Conversation(
@@ -164,7 +174,10 @@ class ChatSession:
         self._turns = {}
 
     def open(self, conversation_id: int) -> None:
-        """Open a stored conversation; stop the running answer. Raises StoreError for a wrong id."""
+        """Stop the running answer, and open a stored conversation.
+
+        Raises StoreError if there is no conversation with this id.
+        """
         conversation = self.store.conversation(conversation_id)
         turns = self.store.turns(conversation_id)
         self._stop_all()
@@ -197,7 +210,10 @@ class ChatSession:
         return is_new
 
     def follow(self) -> CollectedAnswer:
-        """Return the text that another process has written since the last call. Raises StoreError."""
+        """Return the text that another process has added to its answer since the last call.
+
+        Raises StoreError.
+        """
         turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
         new = CollectedAnswer("".join(row[1] for row in rows), "".join(row[2] for row in rows))
@@ -209,7 +225,10 @@ class ChatSession:
         return new
 
     def owns_draft(self) -> bool:
-        """Return whether this window may store the draft: only a conversation's first window may."""
+        """Return whether this window may store the draft, i.e. the conversation's unsent text.
+
+        Only one window may: the first one that opens the conversation locks the draft.
+        """
         owner = self.conversation.id
         if owner != self._draft_of:
             self.release_draft()
@@ -233,9 +252,9 @@ class ChatSession:
         self._draft_of = 0
 
     def open_last(self) -> str:
-        """Open the newest conversation that no other window has open.
+        """Open the newest conversation that no other window has open, or begin a new one.
 
-        Returns a note for the user; "" if that conversation is the newest of all.
+        Returns "" if the newest conversation of all was opened, otherwise a note for the user.
         """
         conversations = self.store.listing()
         for n_skipped, conversation in enumerate(conversations):
@@ -256,8 +275,8 @@ class ChatSession:
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
         """Store a question at the end of the branch, and return its turn.
 
-        If the last question has no answer, the new one becomes its alternative. Raises UsageError for
-        an empty question or while an answer is being written, and StoreError; nothing has changed then.
+        If the last question has no answer, the new question becomes an alternative to it. Raises
+        UsageError for an empty question or while an answer is being written, and StoreError.
         """
         return self._add_user(text, attachments, self._parent_of_next())
 
@@ -271,7 +290,10 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store an alternative to a question, as `ask` does, with old and new attachments."""
+        """Store an edited question as an alternative to the question `turn_id`, and return its turn.
+
+        The old attachments stay, unless new ones have the same name. Raises the errors of `ask`.
+        """
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError("only a question can be edited", hint="`/regen` answers again")
@@ -280,8 +302,9 @@ class ChatSession:
     def begin_answer(self) -> AnswerWriter:
         """Submit the branch to the engine; return the answer, to which the front end adds the events.
 
-        Raises UsageError without a question or while an answer is being written, EngineClosedError
-        without a model, StoreError, and what `Engine.submit` raises, after storing a failed answer.
+        Raises UsageError if there is no question, or an answer is being written; EngineClosedError if
+        no model is loaded; StoreError; and the errors of `Engine.submit`, after which the conversation
+        has a failed answer.
         """
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
@@ -289,14 +312,20 @@ class ChatSession:
         return self._begin(lambda engine: self._submit(engine, head.id))
 
     def regenerate(self) -> AnswerWriter:
-        """Answer the last question again, as `begin_answer`; earlier answers stay as alternatives."""
+        """Answer the last question again; earlier answers stay as alternatives.
+
+        Returns the answer, and raises errors, as `begin_answer` does.
+        """
         question = self.question
         if question is None:
             raise UsageError("there is no answer to regenerate", hint="ask something first")
         return self._begin(lambda engine: self._submit(engine, question.id))
 
     def continue_answer(self) -> AnswerWriter:
-        """Continue the last answer, as `begin_answer`. Raises UsageError if it was not cut off."""
+        """Let the model continue the last answer. Raises UsageError if that answer was not cut off.
+
+        Returns the answer, and raises other errors, as `begin_answer` does.
+        """
         head = self.head
         is_cut = head is not None and head.role == "assistant" and head.status in CONTINUABLE
         if head is None or not (is_cut and head.content):
@@ -319,14 +348,15 @@ class ChatSession:
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # the id is not enough: a new store begins with id 1 again, and must not get old permissions
+        # the id is not enough: a new file begins with id 1 again, and permissions that were given in
+        # the old file must not apply
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function that runs the tool calls of `turn`, in any thread.
+        """Lock the conversation; return a function that runs the tool calls of `turn` in any thread.
 
-        The conversation is locked until `note_calls`. Raises UsageError if another process has locked
-        the conversation, StoreError if that cannot be found out.
+        The caller passes the function's result to `note_calls`, which unlocks the conversation. Raises
+        UsageError if another process has locked it, StoreError if the lock file cannot be opened.
         """
         tools = self.tools
         assert tools is not None
@@ -335,9 +365,9 @@ class ChatSession:
         return tools.start(turn.calls, front, past=past, conversation=self._approved_in)
 
     def run_calls(self, turn: Turn, front: CallFrontEnd, stop: Stop) -> bool:
-        """Run the tool calls of `turn` in this thread; return whether the model should continue.
+        """Run the tool calls of `turn`, and store results; return whether the model should continue.
 
-        Locks the conversation meanwhile. Raises UsageError if another process has already locked it.
+        The conversation is locked during the calls. Raises UsageError if another process has locked it.
         """
         assert self.tools is not None
         past, owner = rounds_of(self.path)[:-1], turn.conversation_id
@@ -351,7 +381,7 @@ class ChatSession:
     def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
         """Store the results of a turn's tool calls; return whether the model should continue.
 
-        The model must stop if the user stopped a call or has left the branch. Raises StoreError.
+        Returns False if the user stopped a call, or has opened another branch. Raises StoreError.
         """
         try:
             self.store.update_turn(turn.id, calls=calls)
@@ -416,7 +446,7 @@ class ChatSession:
 
     def _add_user(self, text: str, attachments: Sequence[Attachment], parent_id: int | None) -> Turn:
         if not text.strip() and not attachments:
-            raise UsageError("there is nothing to send", hint="type something")
+            raise UsageError("the question is empty", hint="type a question, or attach a file")
         self.refuse_busy()
         if not self.conversation.id:
             title = self.conversation.title or title_of(text or attachments[0].name)
@@ -492,7 +522,10 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request to send `text`; None without turns. `editing`: id of the edited turn."""
+        """Return the request that sending `text` would cause; None if it would contain no turn.
+
+        `editing`: id of the question that the text would replace.
+        """
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:

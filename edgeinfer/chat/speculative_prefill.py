@@ -29,7 +29,7 @@ TYPING_INTERVAL_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """A request that only prefills, and its generation (None until submitted)."""
+    """A request that only prefills. `generation` is None until `engine` has accepted the request."""
 
     engine: Engine
     request: GenerateRequest
@@ -37,15 +37,16 @@ class PrefillRequest:
 
 
 class SpeculativePrefill:
-    """Prefills the request that Enter would send, at the lowest priority, one at a time.
+    """Prefills the typed question before it is sent, at the lowest priority, one prefill at a time.
 
-    `cached_tokens` is how many tokens of the request are in the KV cache, by the engine's last report.
+    `cached_tokens` is how many tokens of that prompt are in the KV cache, as last reported by the
+    engine.
     """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        # `tui.rehearsal` sets False, because a process must have no such thread when snapshotted
+        # `tui.rehearsal` sets False, because a process must have no prefill thread when snapshotted
         self.enabled = True
         self.cached_tokens = 0
         self._conversation = 0
@@ -58,10 +59,11 @@ class SpeculativePrefill:
     def check_input(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
         """Prepare a prefill if the input has changed; return whether to call `start`.
 
-        The chat calls this several times per second. A prefill is due if the text has not changed since
-        the last call, or `TYPING_INTERVAL_S` after the last prefill. Only whole words are prefilled,
-        and nothing while an answer is generated. A running prefill continues if text was only appended,
-        because fast typing would otherwise cancel every prefill.
+        The chat calls this several times per second. While the user types, prefills begin at least
+        `TYPING_INTERVAL_S` apart; after a pause, the next one begins at once. Only whole words are
+        prefilled, and nothing while an answer is generated. Appended text does not cancel a running
+        prefill, because fast typing would otherwise cancel every one. `editing`: id of the question
+        that the text will replace.
         """
         if not self.enabled:
             return False
@@ -125,7 +127,10 @@ class SpeculativePrefill:
             self._prefill = None
 
     def submit(self) -> PrefillRequest | None:
-        """Submit the prepared prefill and return it, or None if it was stopped. Tokenizing blocks."""
+        """Submit the prepared prefill and return it; None if it was stopped or refused.
+
+        Blocks while the engine tokenizes the prompt.
+        """
         prefill = self._prefill
         if prefill is None:
             return None

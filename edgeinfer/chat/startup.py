@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChatSetup:
-    """Options and configuration of one chat, for the Textual app or the plain chat."""
+    """Options and configuration of one chat, for the Textual app or the plain chat.
+
+    `conversation` has the system prompt and the sampling options of a new conversation; `attachments`
+    are sent with its first question.
+    """
 
     host: EngineHost
     model: str
@@ -56,7 +60,10 @@ class ChatSetup:
 
 
 def describe_start(start: ProcessStart) -> str:
-    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; the time only if known."""
+    """Describe a start: `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`.
+
+    The time is left out if it is not known.
+    """
     text = "resumed" if start.how == "resumed" else "cold start"
     if text == "resumed" or "ready" in start.stages_ms:
         text += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""
@@ -64,9 +71,10 @@ def describe_start(start: ProcessStart) -> str:
 
 
 class Engines:
-    """Loads the first model in this process, others in workers; a new engine closes the previous one.
+    """Loads the models of a chat: the first in this process, later ones in worker processes.
 
-    `engine` is the newest engine, None before the first load; `model` is the name of its model.
+    `engine` is the newest engine, None before the first load; `model` is the name of its model. Loading
+    another model closes the previous engine, except for one resumed from a snapshot.
     """
 
     def __init__(self, host: EngineHost, options: LoadOptions) -> None:
@@ -82,14 +90,14 @@ class Engines:
 
     @property
     def start_text(self) -> str:
-        """Describe the load of `engine`: `resumed in 84 ms`, `loaded in 3.2 s` or `stayed loaded`."""
+        """Text on how `engine` was loaded: `resumed in 84 ms`, `loaded in 3.2 s`, `stayed loaded`."""
         return self._start_text or describe_start(self.host.start)
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
-        """Return an engine of `model`, loading the model if necessary; close the previous engine.
+        """Return an engine of `model`; load the model if necessary, then close the previous engine.
 
-        `n_ctx` is the context (tokens), None for that of `options`. Raises what `EngineHost.engine`
-        raises, and leaves the previous engine open then.
+        `n_ctx` is the context (tokens); None for the context of `options`. Raises the errors of
+        `EngineHost.engine`, and then leaves the previous engine open.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         with self._loading:

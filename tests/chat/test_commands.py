@@ -167,7 +167,7 @@ class TestAttachments:
 
     @pytest.mark.parametrize(
         ("sizes", "word"),
-        [([3 << 20, 3 << 20], "has more than"), ([1] * 1001, "1,000 files"), ([], "no text file")],
+        [([3 << 20, 3 << 20], "4 MiB of text$"), ([1] * 1001, "1,000 files$"), ([], "UTF-8 text file")],
     )
     def test_folder_has_limits(self, tmp_path, sizes, word):
         for number, size in enumerate(sizes):

@@ -229,7 +229,7 @@ def test_ctrl_c_stops_a_summary_and_drops_no_turn(tmp_path):
         gate.opened.set()
         thread.join()
         signal.signal(signal.SIGINT, before)
-    assert "Error: the summary was stopped, so every turn is still sent\n" in out
+    assert "Error: the summary was stopped, so the model still gets every turn\n" in out
     assert out.index("summary was stopped") < out.index("Sampling: ")
     assert [turn.cut_summary for turn in repl.session.path] == [None] * 4
 
@@ -241,7 +241,7 @@ def test_ctrl_c_stops_a_pull_and_not_the_chat(tmp_path, monkeypatch):
     monkeypatch.setattr("edgeinfer.models.pull.pull", pull)
     host = FixedHost(errors=[ModelNotPulledError("it is not here")], config=NAMED)
     out, repl = talk(tmp_path, "y", "q", host=host)
-    assert "Error: stopped by Ctrl-C; downloaded data is kept" in out
+    assert "Error: the pull was stopped by Ctrl-C; downloaded data is kept" in out
     assert repl.session.path[-1].role == "assistant"
 
 

@@ -203,7 +203,7 @@ def test_store_that_fails_midway_does_not_stop_the_answer(store):
 
 def test_empty_question_is_refused(store):
     session, _ = session_with(store)
-    with pytest.raises(UsageError, match="nothing to send"):
+    with pytest.raises(UsageError, match="the question is empty"):
         session.ask("  \n ")
     assert session.conversation.id == 0
 

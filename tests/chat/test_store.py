@@ -459,7 +459,7 @@ def test_a_file_that_cannot_be_opened_is_not_to_be_moved_aside(tmp_path):
 def test_missing_migration_is_noticed(tmp_path):
     (tmp_path / "0001_a.sql").write_text("")
     (tmp_path / "0003_c.sql").write_text("")
-    with pytest.raises(StoreError, match="incomplete"):
+    with pytest.raises(StoreError, match="files of edgeinfer are missing"):
         migrations(tmp_path)
 
 

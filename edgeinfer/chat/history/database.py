@@ -26,7 +26,10 @@ _COPYING_S = 3600.0
 
 @contextlib.contextmanager
 def store_errors(name: str) -> Iterator[None]:
-    """Turn errors of sqlite3 and of the disk in the `with` block into StoreError with a hint."""
+    """Raise StoreError with a hint instead of sqlite3.Error and OSError in the `with` block.
+
+    `name` is the path of the conversation file, which the error names.
+    """
     try:
         yield
     except (sqlite3.Error, OSError) as error:
@@ -48,9 +51,10 @@ def connect(uri: str) -> sqlite3.Connection:
 
 
 def is_current(path: Path) -> bool:
-    """Return whether the file has the schema of this version.
+    """Return whether the file has this version's schema; False if SQLite cannot read the file.
 
-    A new version that is only tried out must not migrate the file: older ones could not read it then.
+    A purge checks this first, because it must not migrate the file: a user who only tries out a new
+    version of edgeinfer must be able to go back to an older one.
     """
     with (
         contextlib.suppress(sqlite3.Error),
@@ -64,16 +68,17 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
     """Return the migration scripts, in order. Raises StoreError if one is missing."""
     scripts = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
     if not scripts or list(scripts) != list(range(1, len(scripts) + 1)):
-        raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")
+        raise StoreError(f"files of edgeinfer are missing in {folder}", hint="install edgeinfer again")
     return list(scripts.values())
 
 
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
     """Migrate `db` (in autocommit mode) to the newest schema, and return its number.
 
-    The file `name` is copied first, since older versions can read only the copy. Foreign keys are off
-    afterwards. Raises StoreError if a newer edgeinfer made the file, sqlite3.Error if a statement
-    fails; the file has not changed then.
+    `name` is the path of the file. The file is first copied to `NAME.schema-N`, because older versions
+    of edgeinfer cannot read a migrated file. Foreign keys are off afterwards. Raises StoreError if a
+    newer edgeinfer made the file, sqlite3.Error if a statement fails. After an error, the file is
+    unchanged.
     """
     scripts = migrations() if scripts is None else scripts
     if (reached := _schema(db)) == len(scripts):
@@ -148,7 +153,10 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> None:
-    """Delete conversations by id, then rewrite the search index, so that their words are erased too."""
+    """Delete conversations by id, if they satisfy the SQL `condition` (`AND …`, "" for none).
+
+    The search index is rewritten, so that it no longer contains words of deleted conversations.
+    """
     if ids:
         rows = [(conversation_id,) for conversation_id in ids]
         db.executemany(f"DELETE FROM conversation WHERE id = ? {condition}", rows)
@@ -158,7 +166,10 @@ def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "")
 
 
 def clean_copies(name: str, purged: Sequence[int]) -> None:
-    """Delete copies older than 30 days; delete the ids `purged` from newer ones. Raises StoreError."""
+    """Delete the copies that migrations of the file `name` made more than 30 days ago.
+
+    The conversations with the ids `purged` are deleted from newer copies. Raises StoreError.
+    """
     for path in _list_suffixed(name, ".*.new*"):  # copies that a killed process left unfinished
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _COPYING_S:

@@ -18,7 +18,7 @@ _FLOCK = struct.Struct("@hhqqi4x")
 
 
 class Lease:
-    """A lock on a conversation, i.e. on a byte of a file, until `release` or the process's end."""
+    """A lock on a conversation. It ends with `release`, or when the process ends."""
 
     def __init__(self, descriptor: int = -1) -> None:
         self._descriptor = descriptor
@@ -31,7 +31,10 @@ class Lease:
 
 
 def acquire(file: Path | None, conversation_id: int) -> Lease | None:
-    """Lock a conversation, if there is a `file`; return None if already locked. Raises OSError."""
+    """Lock a conversation, i.e. a byte of `file`; return None if already locked. Raises OSError.
+
+    Without a file (None), the returned Lease locks nothing.
+    """
     if file is None or not _HAS_LOCKS:
         return Lease()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -47,7 +50,7 @@ def acquire(file: Path | None, conversation_id: int) -> Lease | None:
 
 
 def is_held(file: Path | None, conversation_id: int) -> bool:
-    """Return whether any process, including this one, has locked the conversation."""
+    """Return whether any process, including this one, has locked the conversation in `file`."""
     if file is None or not _HAS_LOCKS:
         return False
     with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from edgeinfer.runtime.prefix_cache.retention import forget_conversations
 from edgeinfer.tools.tool_use import ToolUse
 
 _log = logging.getLogger("edgeinfer.chat")
-#: Time (ms) without new text after which the process that writes an unfinished answer may be dead.
+#: Time (ms) without new text after which `clean_up` checks whether an answer's process has ended.
 STALE_MS = 60_000
 
 #: How long (ms) deleted conversations are kept, for undo.
@@ -65,7 +65,7 @@ _SEARCH = f"""
     SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, c.turn_id FROM shown c
     ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
     """
-#: Query for snippets of turns. `+` makes SQLite search the full-text index once, not once per turn.
+#: Query for snippets of turns. Without the `+`, SQLite would search the full-text index for each turn.
 _SNIPPETS = f"""
     SELECT rowid, snippet(turn_search, 0, '{MARK}', '{UNMARK}', '…', 16) FROM turn_search
     WHERE turn_search MATCH ? AND +rowid IN (SELECT value FROM json_each(?))
@@ -106,15 +106,18 @@ class ConversationStore:
 
     @classmethod
     def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> ConversationStore:
-        """Open or create the file (mode 0600); migrate it to the newest schema. Raises StoreError."""
+        """Open or create the file (mode 0600), and migrate it to the newest schema. Raises StoreError.
+
+        If `path` is None, the file is `store_path()`.
+        """
         file = path or store_path()
         with (
             path_errors(file, "check the directory, or set XDG_DATA_HOME", StoreError),
             contextlib.suppress(FileExistsError),
         ):
             paths.make_folder(file.parent)
-            # O_EXCL: closing a descriptor of an existing database drops this process's locks on it.
-            # Another process would then believe to be the last user, and delete the WAL file.
+            # O_EXCL, because closing a descriptor of an existing database drops this process's locks on
+            # it. Another process would then believe to be the last user, and delete the WAL file.
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with store_errors(str(file)):
             db = database.connect(str(file))
@@ -152,7 +155,10 @@ class ConversationStore:
         sql = f"SELECT {_CONVERSATION} FROM conversation WHERE id = ? AND deleted_ms IS NULL"
         for row in self._rows(sql, conversation_id):
             return _read(Conversation, row)
-        raise StoreError(f"there is no conversation {conversation_id}", hint="`/sessions` lists all")
+        raise StoreError(
+            f"there is no conversation with the number {conversation_id}",
+            hint="`/sessions` lists all conversations",
+        )
 
     def delete(self, conversation_id: int) -> None:
         """Hide a conversation, which `undelete` can restore until `purge` deletes it, a day later."""
@@ -168,7 +174,7 @@ class ConversationStore:
             raise StoreError(problem, hint="restore a deleted conversation within a day")
 
     def add(self, turn: Turn) -> Turn:
-        """Store a new turn as the end of the branch; return it with its id and time."""
+        """Store a new turn as the last one of the open branch; return it with its id and time."""
         new = msgspec.structs.replace(turn, created_ms=self.clock())
         with self._transaction():
             new = msgspec.structs.replace(new, id=self._insert("turn", new))
@@ -177,10 +183,10 @@ class ConversationStore:
         return new
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
-        """Return all turns of a conversation by id; unfinished answers include their journal."""
+        """Return all turns of a conversation by id; unfinished answers have their text so far."""
         sql = f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id"
         turns = {row[0]: _read(Turn, row) for row in self._rows(sql, conversation_id)}
-        # only the head turn can be streaming; older unfinished answers were interrupted
+        # only the open branch's last turn can be streaming; other unfinished answers were interrupted
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
         for turn in [turn for turn in turns.values() if turn.status == "streaming"]:
@@ -194,7 +200,10 @@ class ConversationStore:
         return turns
 
     def acquire(self, conversation_id: int) -> Lease:
-        """Lock a conversation to write an answer. Raises UsageError if already locked, StoreError."""
+        """Lock a conversation to write an answer.
+
+        Raises UsageError if it is already locked, StoreError if the lock file cannot be opened.
+        """
         with path_errors(self._leases or "", "check the directory", StoreError):
             acquired = lease.acquire(self._leases, conversation_id)
         if acquired is None:
@@ -210,10 +219,11 @@ class ConversationStore:
         return Path(self.name).with_suffix(".leases") if self.name else None
 
     def reopen(self, turn_id: int) -> None:
-        """Make an ended turn streaming again, to continue it."""
+        """Set the status of an ended answer to "streaming", because the model will continue it."""
         with self._transaction():
             self._fold(turn_id, "streaming")
-            # ids of pieces restart at 1: a new time makes readers read the answer from its first piece
+            # the ids of new pieces begin at 1 again: because of the new time, other processes read the
+            # answer from its first piece
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id ="
                 " (SELECT conversation_id FROM turn WHERE id = ?)",
@@ -221,7 +231,7 @@ class ConversationStore:
             )
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece to a streaming answer (0.05 ms). The piece may be shown after this call."""
+        """Store a piece of a streaming answer (0.05 ms), so that shown text survives `kill -9`."""
         with store_errors(self.name):
             self.db.execute(
                 "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
@@ -229,7 +239,7 @@ class ConversationStore:
             )
 
     def finish(self, turn: Turn) -> None:
-        """Store the end of an answer (content, status, stats), and delete its journal."""
+        """Store an ended answer (content, status, stats), and delete its separately stored pieces."""
         with self._transaction():
             names = ("content", "reasoning", "calls", "status", "error", "model", "stats")
             self._set("turn", turn.id, {name: getattr(turn, name) for name in names})
@@ -241,7 +251,7 @@ class ConversationStore:
         self._set("turn", turn_id, fields)
 
     def clean_up(self) -> int:
-        """Mark unfinished answers of ended processes as interrupted; return their number."""
+        """Mark unfinished answers as interrupted if their process has ended; return how many."""
         now = self.clock()
         with self._transaction():
             rows = self.db.execute(
@@ -280,7 +290,10 @@ class ConversationStore:
         return newest or 0, number
 
     def conversation_version(self, conversation_id: int) -> tuple[Any, ...] | None:
-        """Return a value that each write changes, except a piece of an answer; None if deleted."""
+        """Return a value that differs after each write to a conversation; None if it is deleted.
+
+        The value stays the same when only a piece of an answer is appended.
+        """
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
             " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
@@ -312,11 +325,12 @@ class ConversationStore:
         return [Summary(*row) for row in self._rows(sql, limit)]
 
     def search(self, query_text: str, limit: int = 60) -> list[Summary]:
-        """Return summaries of conversations that contain all words: first by title, then the newest.
+        """Return summaries of the conversations that contain all words of `query_text`.
 
-        The last word may be a prefix. A summary's snippet is from the newest turn with the words. Only
-        the newest `HITS` turns with the words are examined: ranking all turns would take a quarter of a
-        second for a frequent word in 20,000 turns.
+        The last word may be a prefix. Conversations with the words in their title come first, then the
+        newest ones. Each snippet is from the newest turn with the words. Only the newest `HITS` turns
+        with the words are examined, because ranking all turns would take a quarter of a second for a
+        frequent word in 20,000 turns.
         """
         query = match_query(query_text)
         if not query:
@@ -343,7 +357,8 @@ class ConversationStore:
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
-        # triggers: "streaming" takes the text out of the search index, another status puts it back
+        # a trigger takes the text of a "streaming" turn out of the search index; another one adds the
+        # text at the next change of the status
         self._set("turn", turn_id, {"status": "streaming"})
         sql = "UPDATE turn SET content = content||?, reasoning = reasoning||?, status = ? WHERE id = ?"
         self.db.execute(sql, (content, reasoning, status, turn_id))
@@ -401,15 +416,17 @@ def _read(kind: type[T], row: Sequence[Any]) -> T:
 
 
 def match_query(text: str) -> str:
-    """Return the FTS5 expression for typed words, the last one as a prefix; "" for no words."""
+    """Return SQLite's full-text query for the words of `text`, the last a prefix; "" for no words."""
     terms = _WORD.findall(text)
     return " ".join(f'"{w}"' for w in terms) + "*" if terms else ""
 
 
 def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> None:
-    """Purge conversations that were deleted over a day ago. The next purge repeats a failed one.
+    """Delete conversations for good that the user deleted over a day ago, and their cached prefixes.
 
-    Cached blocks are deleted first: after a killed purge, the next one still finds the conversations.
+    Errors are ignored, because the next purge tries again. Cached prefixes are deleted first: if the
+    process is killed after that, the next purge still finds the conversations. Without `open_store`,
+    nothing happens if the file has another schema than this version's.
     """
     if open_store is None and not database.is_current(store_path()):
         return

@@ -38,7 +38,10 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of an answer. `seconds` is the total time; `saved_s` is the time that caching saved."""
+    """Statistics of an answer. `seconds` is its total time.
+
+    `cached_tokens` of its prompt came from the prefix cache, which saved about `saved_s` seconds.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -64,10 +67,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A question or an answer.
+    """A question or an answer. `parent_id` is the turn before it.
 
     If `cut_summary` is not None, the model gets this summary instead of the earlier turns. An answer
-    with tool `calls` is followed by another answer, which continues with the results of the calls.
+    with tool `calls` is followed by another answer, which the model writes with the calls' results.
     """
 
     id: int = 0
@@ -116,7 +119,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation. `sampling`: options that the user set. `tools`: whether the page offers tools."""
+    """A conversation. `sampling` has the options that the user set; `draft` is text not yet sent.
+
+    `head_id` is the last turn of the open branch. `tools`: whether the web page offers tools.
+    """
 
     id: int = 0
     title: str = ""
@@ -185,7 +191,7 @@ def newest_leaf(turns: Turns, turn_id: int) -> int:
 
 
 def sent_part(branch: list[Turn]) -> tuple[str, list[Turn]]:
-    """Return the summary that replaces dropped turns ("" for none), and the turns that are sent."""
+    """Return what requests contain of a branch: a summary of dropped turns ("": none), other turns."""
     for index in range(len(branch) - 1, -1, -1):
         summary = branch[index].cut_summary
         if summary is not None:
