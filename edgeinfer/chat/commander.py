@@ -311,8 +311,9 @@ class Commander:
         if self.deleted is None:
             problem = "there is no conversation to restore that was deleted in this chat"
             raise UsageError(problem, hint="`/sessions` lists the conversations that are stored")
-        conversation_id, self.deleted = self.deleted, None
+        conversation_id = self.deleted
         self.session.store.undelete(conversation_id)
+        self.deleted = None
         return conversation_id
 
     def _export(self, argument: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from chats_here import consume
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from edgeinfer.chat.commander import Commander, sessions_text
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.verify import ReceiptCheck
 from edgeinfer.runtime.engine import load_engine
@@ -198,6 +199,17 @@ def test_conversations(commander, front, tmp_path, monkeypatch):
             commander.run(f"/{wrong.replace('_', ' ')}")
     assert "My title" in sessions_text(commander.session, "title")
     assert "No conversation" in sessions_text(commander.session, "zebra")
+
+
+def test_undo_can_be_repeated_after_an_error(commander, monkeypatch):
+    ask(commander)
+    commander.run("/delete")
+    with monkeypatch.context() as patch:
+        patch.setattr(commander.session.store, "undelete", Mock(side_effect=StoreError("locked")))
+        with pytest.raises(StoreError, match="locked"):
+            commander.run("/undo")
+    commander.run("/undo")
+    assert commander.session.path[0].content == "q"
 
 
 @pytest.mark.model
