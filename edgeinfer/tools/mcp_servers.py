@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
-from edgeinfer.errors import ConfigError, ToolServerError
+from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
 
 _MAX_NAME = 48
 _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
@@ -74,9 +74,13 @@ def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], l
             try:
                 specs[name] = _spec(f"{where}: tool server {written_name}", name, entry, folder)
             except ConfigError as error:
-                hint = f" ({error.hint})" if error.hint else ""
-                left_out.append(f"{error.message}{hint}: left out")
+                left_out.append(f"{with_hint(error)}: left out")
     return list(specs.values()), left_out
+
+
+def with_hint(error: EdgeInferError) -> str:
+    """Return `MESSAGE (HINT)`, or only the message if the error has no hint of its own."""
+    return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def _sources(
@@ -89,12 +93,14 @@ def _sources(
             path = Path(file).expanduser()
             if is_writable and _is_below(path, folder):
                 raise ConfigError(
-                    f"{file}: `shell` and `python` can change it: move the file out of {folder}, or "
-                    "leave `shell` and `python` out of `tools.builtin`"
+                    f"{file}: the tools `shell` and `python` can change this file",
+                    hint=f"move the file out of {folder}, or remove both tools from `tools.builtin`",
                 )
             yield file, _entries(path)
-        except (ConfigError, RuntimeError) as error:
-            left_out.append(f"{error}: left out")
+        except ConfigError as error:
+            left_out.append(f"{with_hint(error)}: left out")
+        except RuntimeError:
+            left_out.append(f"{file}: this user has no home folder: left out")
 
 
 def _valid_name(name: str) -> str:
@@ -105,14 +111,17 @@ def _valid_name(name: str) -> str:
 def _entries(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", hint="correct `tools.mcp-files`") from error
+    except OSError as error:
+        problem = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(problem, hint="correct `tools.mcp-files` in config.toml") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text", hint="save the file as UTF-8") from error
     try:
         for left_out in _JSONC:
             text = left_out.sub(lambda match: match[1] or "", text)
         document = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}", hint="correct the file") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}", hint="correct the file") from error
     for key in ("mcpServers", "servers", "mcp"):
         inner = document.get(key) if isinstance(document, dict) else None
         if key == "mcp" and isinstance(inner, dict):

@@ -1,6 +1,7 @@
 """The mcp.json files of other programs."""
 
 import json
+import re
 
 import pytest
 
@@ -123,7 +124,8 @@ def test_a_bad_file_leaves_only_itself_out(tmp_path, text):
     specs, left_out = load_servers(ToolsConfig(mcp_files=files), tmp_path)
     assert [spec.name for spec in specs] == ["one"]
     assert len(left_out) == 2
-    assert "bad.json" in left_out[0]
+    assert re.search(r"bad\.json .*\(.*\): left out$", left_out[0]), "the hint is shown"
+    assert left_out[1] == "~nobodyx/mcp.json: this user has no home folder: left out"
 
 
 def test_disabled_servers_stay_out_and_config_toml_goes_first(tmp_path):
@@ -220,4 +222,4 @@ def test_a_file_that_commands_can_change_is_left_out(tmp_path, path, builtin):
     specs, left_out = load_servers(config, folder)
     is_read = builtin == ("read",)
     assert [spec.name for spec in specs] == (["a"] if is_read else [])
-    assert is_read or "can change it" in left_out[0]
+    assert is_read or "can change this file (move the file out of" in left_out[0]

@@ -92,7 +92,7 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         "tool server unset: ${NOT_SET} is not an http or https URL",
         "/nowhere.json",
         "files is left out: a built-in server has the same name",
-        "/no/such/program cannot be started",
+        "/no/such/program cannot be started: No such file or directory (install the program, or ",
         "tools of listing without a name or a valid schema: broken, (no name), fine\nline, ['no name']",
         "listing__loose: the model may write other arguments: "
         "the schema cannot be enforced at #/properties/n: ",
