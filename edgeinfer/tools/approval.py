@@ -29,15 +29,15 @@ Choice = Literal["once", "conversation", "pattern", "no"]
 _PATTERN = re.compile(r"((?:\\.|[^\\()\s])+?)\.((?:\\.|[^\\().\s])+)(?:\((.*)\))?", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTALL)
 _ATOM = re.compile(r"\\?.", re.DOTALL)
-#: Characters that a proposed pattern escapes: in a value, and in an argument's name.
+#: Characters that get a backslash in a proposed pattern: in a value, and in an argument's name.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
 #: Matches a pattern for URLs: scheme, host with port, path.
 _URL_PATTERN = re.compile(r"((?:\\.|[\w.*+-])+)://([^/?#]*)([/?#].*)?", re.DOTALL)
 _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
-#: Characters by which a shell command could contain a second command; `*` matches these only in a path
-#: or URL.
+#: Characters that can begin a second shell command. A value with `*` does not match an argument that
+#: contains one of these, except for a path or URL.
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Names of arguments whose value is a path: the proposed pattern is for its folder, and `*` matches no
+#: Names of arguments that are paths. A proposed pattern is for the path's folder, and `*` matches no
 #: hidden name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
@@ -46,14 +46,17 @@ _KEYS: dict[str, Choice] = {"y": "once", "yes": "once", "a": "conversation", "p"
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The user's decision about one call. The model gets `reason`."""
+    """The user's decision about one call. The model gets the `reason` of a refusal."""
 
     choice: Choice
     reason: str = ""
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern; its texts contain escapes. `is_bare`: `SERVER.TOOL()`, without arguments."""
+    """A parsed pattern of tool calls; its texts keep their backslashes.
+
+    `is_bare`: the pattern is `SERVER.TOOL()`, which matches only calls without arguments.
+    """
 
     server: str
     tool: str
@@ -61,7 +64,7 @@ class Pattern(msgspec.Struct, frozen=True):
     is_bare: bool = False
 
     def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the pattern matches the call exactly as written, in no other spelling."""
+        """Return whether the pattern, listed in `allow`, matches the call exactly as it is spelled."""
         return (
             self._names(server, tool)
             and not (self.is_bare and arguments)
@@ -72,7 +75,10 @@ class Pattern(msgspec.Struct, frozen=True):
         )
 
     def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
-        """Return whether the pattern matches a spelling of the call; paths are relative to `folder`."""
+        """Return whether the pattern, listed in `deny`, matches the call in any spelling.
+
+        Relative paths belong to `folder`.
+        """
         return self._names(server, tool, re.IGNORECASE) and all(
             any(
                 _glob(value.removeprefix("./"), text, re.IGNORECASE)
@@ -86,13 +92,13 @@ class Pattern(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> Pattern:
-    """Parse a pattern. Raises ConfigError."""
+    """Parse a pattern such as `files.write(path=notes/*)`. Raises ConfigError if it is invalid."""
     match = _PATTERN.fullmatch(text.strip())
     inner = match[3] if match else None
     pairs = _ARGUMENT.findall(inner or "")
     if match is None or sum(len(m[0]) for m in _ARGUMENT.finditer(inner or "")) != len(inner or ""):
-        hint = "e.g. `files.*` or `files.write(path=notes/*)`"
-        raise ConfigError(f"{text!r} is not a pattern of tool calls", hint=hint)
+        problem = f"{text!r} is not a pattern `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)`"
+        raise ConfigError(problem, hint="e.g. `files.*` or `files.write(path=notes/*)`")
     arguments = tuple((_unescape(name), value) for name, value in pairs)
     return Pattern(match[1], match[2], arguments, is_bare=inner == "")
 
@@ -192,10 +198,10 @@ def argument_text(value: Any) -> str:
 
 
 def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
-    """Propose a pattern for similar calls: paths in the same folder, URLs of the same host.
+    """Propose a pattern for calls with a path in the same folder, or a URL of the same host.
 
-    All other arguments must be equal; of file tools only the path counts. Return "" if the pattern
-    would be long.
+    All other arguments must be equal, except in a pattern for the built-in file tools, which has only
+    the path. Returns "" if no pattern of up to 200 characters allows this call.
     """
     is_file = server == "files" and "path" in arguments
     restricted = {"path": arguments["path"]} if is_file else arguments
@@ -218,7 +224,10 @@ def _value_for(name: str, text: str) -> str:
 
 
 def parse_decision(text: str) -> Decision:
-    """Parse the user's answer: y, a, p, or n and a reason. Any other text is the reason of a no."""
+    """Parse what the user typed: `y` (once), `a` (in this conversation), `p` (pattern) or `n REASON`.
+
+    Any other text refuses the call, and is the reason.
+    """
     text = text.strip()
     if (choice := _KEYS.get(text.lower())) is not None:
         return Decision(choice)
@@ -247,7 +256,9 @@ class Approvals:
     ) -> Level:
         """Return whether a call is allowed, needs approval ("ask"), or is denied.
 
-        `destructive` is the server's claim. `harmless` is a built-in tool that only reads.
+        Permissions of `allow_here` apply only to the same `conversation`. `harmless`: a built-in tool
+        that only reads, which needs no approval. `destructive`: the server says that the tool may
+        destroy data; a pattern such as `SERVER.*` then does not allow the call.
         """
         call = (server, tool, arguments)
         if any(pattern.denies(*call, self._folder) for pattern in self._deny):

@@ -13,16 +13,16 @@ from edgeinfer.tools.tool_use import Progress, Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
-#: PATH of programs that tools start: a command in the sandbox may put programs on the user's PATH.
+#: PATH of programs that tools start. The user's PATH may lead to programs written by the model.
 FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class RefusedError(Exception):
-    """A call was refused; the model gets the message as its result."""
+    """A built-in tool refuses a call; the model gets the error's message as the call's result."""
 
 
 def home_folder_error(folder: Path) -> str:
-    """Return an error if `folder` contains the home folder, which tools may not use; otherwise ""."""
+    """Return why tools may not work in `folder` if it contains the home folder; otherwise ""."""
     with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
             return f"{folder} contains your home folder: start in a project folder"
@@ -30,7 +30,7 @@ def home_folder_error(folder: Path) -> str:
 
 
 def self_running_warning(path: str) -> str:
-    """Return a warning if other programs execute this file by themselves (`.envrc`); otherwise ""."""
+    """Return a warning if other programs execute the file automatically (`.envrc`); otherwise ""."""
     names = {name.lower() for name in self_running.NAMES}
     name = next((name for name in path.split("/") if name.lower() in names), "")
     return f"other programs execute files in {name} automatically" if name else ""
@@ -44,14 +44,20 @@ def tool_info(
     *,
     read_only: bool = False,
 ) -> ToolInfo:
-    """Describe a tool by its arguments' JSON schemas. A `read_only` tool needs no approval."""
+    """Describe a tool. `needed` and `optional`: JSON schema of each argument, by its name.
+
+    Calls of a `read_only` tool need no approval.
+    """
     fields = {"properties": {**needed, **(optional or {})}, "required": list(needed)}
     schema = {"type": "object", **fields, "additionalProperties": False}
     return ToolInfo(name=name, description=description, parameters=schema, read_only=read_only)
 
 
 class Builtin(ToolServer):
-    """A tool server in this process: the method `_NAME(stop, …)` is the tool NAME. Thread-safe."""
+    """A tool server in this process. Its method `_NAME(stop, **arguments)` runs the tool NAME.
+
+    Thread-safe.
+    """
 
     #: The server's name in patterns of `allow` and `deny`, and in tool names such as `files__read`.
     server: str
@@ -81,7 +87,7 @@ class Builtin(ToolServer):
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> CallResult:
-        """Run a tool; an error becomes the result. Raises StoppedError."""
+        """Run a tool. Errors are returned as the result. Raises StoppedError if `stop` is set."""
         tool = next(tool for tool in self._tools if tool.name == name)
         if wrong := self.argument_error(tool, arguments):
             return CallResult(f"wrong arguments: {wrong}", is_error=True)

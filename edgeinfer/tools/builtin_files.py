@@ -76,9 +76,9 @@ TOOLS = (
 class BuiltinFiles(Builtin):
     """The `enabled` file tools, with which the model reads and edits `folder`. Thread-safe.
 
-    A path is opened folder by folder without following links, because a command in the sandbox may
-    replace a folder by a link meanwhile. `canonical` resolves links before the call is judged. (openat2
-    would not tell the target of a link, to which the patterns of approval apply.)
+    `canonical` resolves the links in a path before the approval, whose patterns apply to the target.
+    After the approval, the path is opened folder by folder without following links, because a command
+    in the sandbox may have replaced a folder by a link. (openat2 would not tell the link's target.)
     """
 
     server = "files"
@@ -224,7 +224,7 @@ class BuiltinFiles(Builtin):
                     below.clear()
                 if self._is_own(folder):
                     below[:], names = [], []
-                # with "", `stop` is checked in each folder: many folders may have no files
+                # because of "", `stop` is checked in each folder, also in one without files
                 for name in ("", *sorted(names)):
                     if stop.is_set:
                         raise StoppedError

@@ -39,13 +39,14 @@ HOW_TO_ADD = 'add some to config.toml, e.g. `builtin = ["read", "glob", "grep"]`
 
 #: The calls since a question, grouped by the answer that made them.
 Rounds = Sequence[Sequence[ToolUse]]
-#: The arguments of a call; and an approved call: its tool and arguments.
+#: Arguments of a call, by name.
 _Arguments = dict[str, Any]
+#: Tool and arguments of an approved call.
 _Call = tuple[BoundTool, _Arguments]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A question to the user: may this call run? Everything is shown, invisible characters escaped."""
+    """A tool call that needs the user's approval. Invisible characters are escaped when it is shown."""
 
     id: str
     server: str
@@ -117,19 +118,20 @@ def _pages(text: str) -> list[str]:
 
 
 class CallFrontEnd(Protocol):
-    """The methods of a front end that the loop calls, in its own thread or in that of a tool call."""
+    """The methods of a front end that `ChatTools.run` calls, in its thread or in that of a call."""
 
     def decide(self, card: Card) -> Decision:
         """Ask the user whether a call may run, and wait for the decision."""
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show the progress of a tool call as text; if `progress` is "", its end."""
+        """Show the text `progress` about a tool call; if the text is "", the call has ended."""
 
 
 class ChatTools:
-    """The tools of a chat: lists them for the model, and runs its calls. Thread-safe.
+    """The tools of a chat: lists them for requests, and runs the model's calls. Thread-safe.
 
-    `running` stops the calls of `start`, None if there are none; `close` stops every call.
+    `running.set()` stops the calls that `start` began; `running` is None if there are none. `close`
+    stops every call.
     """
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
@@ -142,19 +144,25 @@ class ChatTools:
         self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
-        """Wait for the lists of servers whose tools are unknown; return notices for the user."""
+        """Wait for the tool lists of servers that have sent none; return notices for the user.
+
+        With `refresh`, every server is asked for its list.
+        """
         self.toolbox.prepare(refresh=refresh)
         self._tools = self.toolbox.tools()
         return self.notices()
 
     def request_tools(self) -> tuple[Tool, ...]:
-        """Return a request's tools, unchanged until a server changes its list; () before `prepare`."""
+        """Return the tools for a request; () before `prepare`.
+
+        A server's changed list is not in use before `notices` is called.
+        """
         return self._tools or ()
 
     def fields(self, past: Rounds) -> dict[str, Any]:
-        """Return the fields `tools` and `tool_choice` of a request after `past` rounds of calls.
+        """Return the fields `tools` and `tool_choice` of a request. `past`: calls since the question.
 
-        If the last round was refused (too many or repeated calls), the model must answer with text.
+        The model must answer with text if its last calls were refused as too many or as repeated.
         """
         mode: Literal["auto", "required", "none"] = "auto"
         if not past and self._tools:
@@ -179,7 +187,10 @@ class ChatTools:
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server offers a tool."
 
     def notices(self) -> list[str]:
-        """Return new notices for the user; from now on, requests get the current lists of tools."""
+        """Return new notices for the user, e.g. about changed tools, and remove them from the list.
+
+        If there are any, `request_tools` returns the servers' current tools from now on.
+        """
         notices, self.toolbox.notices = self.toolbox.notices, []
         if notices and self._tools is not None:
             self._tools = self.toolbox.tools()
@@ -193,7 +204,10 @@ class ChatTools:
         past: Rounds = (),
         conversation: object = 0,
     ) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function that runs the calls. From now on, `running` can stop these calls."""
+        """Return a function that runs the calls; from now on, `running` can stop them.
+
+        The parameters and the function's result are those of `run`.
+        """
         stop = self.running = Stop()
 
         def run() -> tuple[ToolUse, ...]:
@@ -225,7 +239,11 @@ class ChatTools:
         past: Rounds = (),
         conversation: object = 0,
     ) -> tuple[ToolUse, ...]:
-        """Run the calls and return them with results, in order. `past`: rounds since the question."""
+        """Run the calls, and return them with results, in the same order.
+
+        `past`: calls since the question; repeated and too many calls are refused. A permission "in this
+        conversation" applies to later calls with the same `conversation`.
+        """
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
             return tuple(use.end("refused", _NO_MORE) for use in uses)
@@ -277,7 +295,7 @@ class ChatTools:
             return use.end("failed", "there is no such tool")
         front.show_use(use, "starting…")
         server = self.toolbox.start(bound.server, stop)
-        # the start may have changed the server's list of tools
+        # a server that was just started may have sent another list of tools
         bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
             return use.end("failed", "the server no longer has this tool")
@@ -368,7 +386,10 @@ def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
 
 
 class NoFrontEnd:
-    """A front end without a user: refuses calls; `refused` lists patterns that would allow them."""
+    """A front end without a user, which refuses every call that needs approval.
+
+    `refused` lists patterns that would allow these calls.
+    """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

@@ -55,7 +55,7 @@ class ToolInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallResult(msgspec.Struct, frozen=True):
-    """The text of a call's result, as the server sent it."""
+    """The result of a call, as the server sent it. `is_error`: the tool reports a failure."""
 
     text: str
     is_error: bool = False
@@ -85,9 +85,9 @@ class _Pending:
 
 
 class ToolServer:
-    """Base class of tool servers (MCP and built-in): what the tool loop asks before it makes a call.
+    """Base class of tool servers, MCP and built-in ones.
 
-    Built-in servers override these methods.
+    The tool loop calls these methods before it calls a tool. Built-in servers override them.
     """
 
     def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:
@@ -101,11 +101,11 @@ class ToolServer:
         return "; ".join([*missing, *(f"unknown argument: {name}" for name in unknown)])
 
     def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with links in paths resolved: this form is judged, shown and used."""
+        """Return the arguments with links in paths resolved, for approval and call."""
         return arguments
 
     def warning(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return why this call needs approval even if a pattern allows it; "" if not."""
+        """Return why this call needs approval even if a pattern allows it; "" if it does not."""
         return ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
@@ -116,8 +116,8 @@ class ToolServer:
 class McpClient(ToolServer):
     """A session with a tool server, which the constructor starts. Thread-safe.
 
-    With `is_apart` the server runs outside of `folder`, where a model's commands may have changed
-    programs. Raises ToolServerError, and StoppedError if `stop` is set meanwhile.
+    With `is_apart`, the server executes nothing below `folder`, because the model's commands may have
+    changed programs there. The constructor raises ToolServerError, or StoppedError if `stop` is set.
     """
 
     def __init__(
@@ -171,7 +171,10 @@ class McpClient(ToolServer):
         self._notify("notifications/initialized", stop=stop or Stop())
 
     def tools(self, stop: Stop | None = None) -> list[ToolInfo]:
-        """Request the valid tools; `notices` names the others. Raises ToolServerError, StoppedError."""
+        """Request the server's tools, and return the valid ones; `notices` names the invalid ones.
+
+        Raises ToolServerError, or StoppedError if `stop` is set.
+        """
         self.list_changed = False
         entries = self._list_tools(stop)
         tools = [_tool(entry) for entry in entries]
@@ -228,9 +231,10 @@ class McpClient(ToolServer):
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Send a request and return the result. If the session has ended, begin another session.
+        """Send a request and return the result. A session that the server has ended is replaced.
 
-        Each report of progress restarts `timeout_s`. Raises ToolServerError, StoppedError.
+        Each report of progress restarts `timeout_s`. Raises ToolServerError, or StoppedError if `stop`
+        is set.
         """
         stop = stop or Stop()
         ask = partial(self._ask, method, params, timeout_s or self._timeout_s, stop, on_progress)

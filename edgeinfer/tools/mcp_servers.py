@@ -24,7 +24,7 @@ _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 #: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Patterns to remove comments, then trailing commas, from JSON; the group matches strings, which stay.
+#: Patterns for comments and for trailing commas in JSON. Both also match strings, as group 1.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
     re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[\]}])'),
@@ -42,7 +42,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Hash that identifies the server: command or URL, and names of variables and headers."""
+        """Hash of command and URL, and of the names (not the values) of variables and headers."""
         parts = (self.command, self.url, sorted(self.env), sorted(self.headers))
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
@@ -63,7 +63,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], list[str]]:
-    """Return the enabled servers, config.toml's first, and messages about invalid ones."""
+    """Return the enabled servers, those of config.toml first, and a message for each invalid one."""
     specs: dict[str, ServerSpec] = {}
     left_out: list[str] = []
     for where, entries in _sources(config, folder, left_out):
@@ -129,7 +129,8 @@ def _entries(path: Path) -> dict[str, Any]:
         if isinstance(inner, dict):
             return inner
     raise ConfigError(
-        f"{path} has neither `mcpServers` nor `servers`", hint="correct `tools.mcp-files`"
+        f"{path} has neither the key `mcpServers` nor `servers`",
+        hint="`tools.mcp-files` takes files of Claude Desktop, Cursor, LM Studio or VS Code",
     )
 
 
@@ -146,11 +147,21 @@ def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
     url = entry.url or entry.server_url
     command = [entry.command] if isinstance(entry.command, str) else list(entry.command or ())
     if not name:
-        raise ConfigError(f"{label}: the name of a server needs a letter or a digit")
-    if bool(command) == bool(url):
-        raise ConfigError(f"{label}: give either `command` or `url`")
+        raise ConfigError(
+            f"{label}: the name has no letter from A to Z and no digit",
+            hint="rename the server, e.g. `weather`",
+        )
+    if command and url:
+        raise ConfigError(f"{label}: `command` and `url` are both set", hint="remove one of the two")
+    if not command and not url:
+        raise ConfigError(
+            f"{label}: neither `command` nor `url` is set",
+            hint="set `command` to a program, or `url` to the address of an HTTP server",
+        )
     if url and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{label}: {url} is not an http or https URL", hint="https://…")
+        raise ConfigError(
+            f"{label}: {url} is not an http or https URL", hint="e.g. https://mcp.example.com/mcp"
+        )
     env = {**(entry.env or {}), **{name: f"${{env:{name}}}" for name in entry.pass_env or ()}}
     filled = [_fill(label, word, folder) for word in (*command, *(entry.args or ()))]
     return ServerSpec(
@@ -176,12 +187,16 @@ def _fill(label: str, text: Any, folder: Path) -> str:
             return os.path.expanduser("~")
         filled = os.environ.get(name) or default
         if filled is None and name not in os.environ:
-            raise ConfigError(f"{label}: the variable {name} is not set", hint=f"export {name}=…")
+            problem = f"{label}: the environment variable {name} is not set"
+            raise ConfigError(problem, hint=f"export {name}=…")
         return filled or ""
 
     filled_text = _PLACE.sub(value, str(text))
     if "\0" in filled_text:
-        raise ConfigError(f"{label}: a NUL character cannot be passed to a program")
+        raise ConfigError(
+            f"{label}: a value contains a NUL character",
+            hint="remove it from `command`, `args`, `env`, `url` or `headers`",
+        )
     return filled_text
 
 
@@ -190,15 +205,16 @@ _Start = tuple[tuple[str, ...], dict[str, str], Path | None]
 
 
 def plan_start(spec: ServerSpec, folder: Path) -> _Start:
-    """Return a server's command, variables and working folder."""
+    """Return the command and environment variables of a server, and its working folder, `folder`."""
     passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
     return spec.command, passed | spec.env, folder
 
 
 def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
-    """Return command, variables and folder (None) so that nothing below `folder` is executed.
+    """Return command, environment variables and None, for a start that executes nothing below `folder`.
 
-    Commands of the tools `shell` and `python` may have changed programs there. Raises ToolServerError.
+    The tools `shell` and `python` may have changed programs there. Raises ToolServerError if the
+    command's program or a script is below `folder`, or if the program is not found elsewhere.
     """
     command, variables, _ = plan_start(spec, folder)
     for name in [name for name in variables if name.endswith("PATH")]:
@@ -215,13 +231,13 @@ def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
         if _is_below(path, folder):
             raise ToolServerError(
                 f"tool server {spec.name} was not started: `shell` and `python` can change {path}",
-                hint=f"move it out of {folder}, or leave `shell` and `python` out of `tools.builtin`",
+                hint=f"move that file out of {folder}, or remove both tools from `tools.builtin`",
             )
     return (program, *command[1:]), variables | {"PYTHONSAFEPATH": "1"}, None
 
 
 def path_outside(path: str, folder: Path) -> str:
-    """Return the absolute entries of the search path `path` that are not below `folder`."""
+    """Return a search path (such as $PATH) without relative entries and entries below `folder`."""
     entries = path.split(os.pathsep)
     return os.pathsep.join(e for e in entries if os.path.isabs(e) and not _is_below(e, folder))
 

@@ -71,8 +71,9 @@ def decode_messages(data: bytes | bytearray) -> list[Message]:
 class StdioTransport:
     """Exchanges messages, one per line, with a child process.
 
-    The reading thread starts the child, and the kernel ends the child with that thread. Without a
-    `folder`, the child runs in an empty private one.
+    `received` gets each message, and `lost` the reason when the child has ended. The thread that reads
+    the messages also starts the child, because the kernel kills the child when that thread ends. If
+    `folder` is None, the child runs in a new empty folder.
     """
 
     #: Session id and protocol version, which only HTTP servers have.
@@ -161,7 +162,7 @@ class StdioTransport:
             text += line
             if len(text) > MAX_MESSAGE:
                 return f"it sent a message of more than {MAX_MESSAGE >> 20} MiB"
-            # the JSON is pretty-printed: read on to the closing bracket
+            # a message that is pretty-printed over several lines ends with a line with only a bracket
             if is_continued and line[:1] in b" \t":
                 continue
             messages = decode_messages(text)
@@ -185,7 +186,7 @@ class StdioTransport:
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
-        """Queue a message. The future fails with ToolServerError if too many messages are unread."""
+        """Queue a message. The future fails with ToolServerError if 1,000 others are still queued."""
         sent: Future[None] = Future()
         if self._unsent.qsize() < _MAX_UNSENT:
             self._unsent.put((msgspec.json.encode(message) + b"\n", sent))
@@ -211,7 +212,7 @@ class StdioTransport:
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
         """Cancel an unanswered request; return whether the server was killed.
 
-        If the server has not even read the request in time (`is_late`), kill the server.
+        The server is killed if the request has timed out (`is_late`) before the server has read it.
         """
         is_ended = is_late and not sent.done()
         sent.cancel()
@@ -273,7 +274,10 @@ class HttpTransport:
         return ""
 
     def send(self, message: Message) -> Future[None]:
-        """Post a message; `received` gets the response. The future may fail with ToolServerError."""
+        """Post a message; the callback `received` gets the response.
+
+        The future fails with ToolServerError if there is no valid response.
+        """
         if self._is_closed:
             refused: Future[None] = Future()
             refused.set_exception(ToolServerError("the session is closed"))
@@ -290,7 +294,7 @@ class HttpTransport:
         await (self._ask(message) if is_request else self._notify(message))
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Cancel an unanswered request; return False, because the session continues."""
+        """Cancel an unanswered request; return False, because an HTTP server is not killed."""
         sent.cancel()
         return False
 
@@ -306,7 +310,10 @@ class HttpTransport:
             async with asyncio.timeout(MAX_ANSWER_S):
                 is_answered = await self._post(message)
         except TimeoutError as error:
-            raise ToolServerError(f"{self._url}: no answer within {MAX_ANSWER_S:g} s") from error
+            raise ToolServerError(
+                f"{self._url}: no answer within {MAX_ANSWER_S:g} s",
+                hint="restart that server, then repeat the call",
+            ) from error
         if not is_answered:
             raise UnansweredError(f"{self._url}: no response to {message['method']}")
 
@@ -327,12 +334,21 @@ class HttpTransport:
                         await self._refuse(response, used_session)
                     session = response.headers.get("mcp-session-id", self.session)
                     if not session.isascii():
-                        raise ToolServerError(f"{self._url}: the server's session id is not ASCII")
+                        raise ToolServerError(
+                            f"{self._url}: the server's header Mcp-Session-Id is not ASCII",
+                            hint="update the server, or report this fault to its authors",
+                        )
                     self.session = session
                     return await self._read(response, message.get("id"))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ToolServerError(f"{self._url}: {str(error) or type(error).__name__}") from error
-        raise ToolServerError(f"{self._url}: too many redirects", hint="correct `url`")
+            raise ToolServerError(
+                f"{self._url}: {str(error) or type(error).__name__}",
+                hint="check `url`, and that the server runs and can be reached",
+            ) from error
+        raise ToolServerError(
+            f"{self._url}: more than {_MAX_REDIRECTS} redirects",
+            hint="set `url` to the server's final address",
+        )
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
@@ -359,8 +375,13 @@ class HttpTransport:
         messages = decode_messages(await _body(response))
         failure = messages[0].get("error") if messages else None
         text = failure.get("message") if isinstance(failure, dict) else "no MCP server at this URL?"
-        text = "the server needs a key: set `headers`" if status == 401 else text
-        raise ToolServerError(f"{self._url} answers {status}: {text}")
+        if status == 401:
+            raise ToolServerError(
+                f"{self._url} answers 401: the server needs a key",
+                hint='set `headers`, e.g. `Authorization = "Bearer KEY"`',
+            )
+        hint = "look into the server's log" if status >= 500 else "correct `url` or `headers`"
+        raise ToolServerError(f"{self._url} answers {status}: {text}", hint=hint)
 
     async def _read(self, response: httpx2.Response, number: Any) -> bool:
         kind = response.headers.get("content-type", "").partition(";")[0].strip()
@@ -380,7 +401,10 @@ class HttpTransport:
         messages = decode_messages(data)
         if data.strip() and not messages:
             shown = bytes(data[:80]).decode(errors="replace").strip()
-            raise ToolServerError(f"{self._url} did not answer in JSON-RPC: {shown}")
+            raise ToolServerError(
+                f"{self._url} did not answer in JSON-RPC: {shown}",
+                hint="correct `url`, e.g. https://mcp.example.com/mcp",
+            )
         for message in messages:
             self._received(message)
         return any("method" not in m and str(m.get("id")) == str(number) for m in messages)
@@ -416,7 +440,10 @@ async def _body(response: httpx2.Response) -> bytearray:
 
 def _refuse_long(size: int) -> None:
     if size > MAX_MESSAGE:
-        raise ToolServerError(f"the server sent a message of more than {MAX_MESSAGE >> 20} MiB")
+        raise ToolServerError(
+            f"the server sent a message of more than {MAX_MESSAGE >> 20} MiB",
+            hint="let the tool return less at once",
+        )
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -8,7 +8,10 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
 def prefill_request(engine: Engine, tools: tuple[Tool, ...], system: str) -> GenerateRequest:
-    """Return a request to prefill the tokens common to all questions, found by comparing two."""
+    """Return a request to prefill the prompt tokens that all first questions have in common.
+
+    The common tokens are found by comparing the prompts of two questions.
+    """
     first = [Message(role="system", content=system)] if system else []
 
     def tokens(question: str) -> list[int]:

@@ -37,7 +37,7 @@ _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
 class Sandbox(Builtin):
-    """The tools `shell` and `python`. A command may change only `folder`, and run for `timeout_s`."""
+    """The tools `shell` and `python`. Commands can change only `folder`, and have a time limit."""
 
     server = "sandbox"
 

@@ -51,7 +51,10 @@ class Job(NamedTuple):
 
 
 def main() -> int:
-    """Run the job from stdin; return its exit status, 124 after a limit, 125 if there is no sandbox."""
+    """Run the job that stdin describes (JSON), and return its exit status.
+
+    124 means that the job reached a limit, e.g. of time; 125, that no sandbox can be made.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)

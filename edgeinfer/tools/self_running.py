@@ -8,8 +8,8 @@ import time
 from collections import deque
 from contextlib import suppress
 
-#: Names of self-running files. HEAD: git obeys the `config` of a folder that looks like a bare
-#: repository, with HEAD and either `objects` and `refs`, or `commondir`.
+#: Names of self-running files. HEAD is one because git obeys the file `config` of a folder that looks
+#: like a bare repository, i.e. that has HEAD and either `objects` and `refs`, or `commondir`.
 NAMES = """
     .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
     HEAD
@@ -20,12 +20,15 @@ MAX_NAMES = 20_000
 #: Maximum number of files that one command may create: more could hide a self-running file.
 NEW_FILES = 100_000
 _MAX_REPORTED = 20
-#: A file's times may be this much (ns) older than the clock, because the kernel rounds down to a tick.
+#: How much older (ns) than the clock a new file's times may be: the kernel rounds down to a tick.
 _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """Finds self-running files of `folder` that a command changed, by default also in subfolders."""
+    """Finds self-running files (other programs execute them, e.g. `.envrc`) that a command changed.
+
+    With `looks_below`, such files in subfolders of `folder` are found, too.
+    """
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder
@@ -38,13 +41,16 @@ class SelfRunning:
         self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return the real paths of existing self-running files, and the targets of `.git` files."""
+        """Return the real paths of existing self-running files, and of folders that `.git` files name.
+
+        Paths outside of the folder are left out.
+        """
         names = [*self._before, *self._below]
         paths = {path for name in names for path in self._real_paths(name)}
         return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
 
     def changed_names(self) -> list[str]:
-        """Return the self-running names in the folder itself that were added, removed or redirected."""
+        """Return the self-running files in the folder itself that were added, removed or replaced."""
         return [name for name, before in self._before.items() if self._identity(name) != before]
 
     def _new_below(self) -> list[str]:
@@ -59,13 +65,13 @@ class SelfRunning:
         ]
 
     def restore(self) -> str:
-        """Rename the self-running files that an ended command created or replaced.
+        """Rename the self-running files that a command, which has ended, created or replaced.
 
-        Returns a message about them, and about removed ones; "" if there are none.
+        Returns a message that names the renamed and the removed files; "" if there are none.
         """
         # only the owner may call fchmod, so call it only if the mode has changed
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:
-            # restore the mode first: in a folder without permissions nothing is visible
+            # restore the mode before the files: in a folder without permissions nothing is visible
             os.fchmod(self._descriptor, self._mode)
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []

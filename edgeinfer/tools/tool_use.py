@@ -79,7 +79,7 @@ def shown_name(server: str, tool: str) -> str:
 
 def safe_text(text: str, max_bytes: int) -> str:
     """Remove escape sequences and controls from a text, and cut it after `max_bytes` of UTF-8."""
-    # search four times `max_bytes`: three quarters of the text may be escape sequences
+    # clean four times `max_bytes` characters, because three quarters of them may be escape sequences
     raw = without_controls(_ESCAPES.sub("", text[: 4 * max_bytes])).encode()
     start = raw[:max_bytes].decode(errors="ignore")
     if len(raw) <= max_bytes and len(text) <= 4 * max_bytes:
@@ -128,7 +128,7 @@ class Stop:
 
     @contextmanager
     def holding(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold `lock` in the block. Raises StoppedError if `set` is called while waiting for it."""
+        """Hold `lock` during the block. Raises StoppedError if `set` was called while waiting."""
         while not lock.acquire(timeout=_STOP_CHECK_S):
             if self.is_set:
                 raise StoppedError
@@ -139,7 +139,7 @@ class Stop:
 
     @contextmanager
     def calling(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Call `callback` if `set` is called during the block; at once if it was called before."""
+        """Call `callback` if `set` is called during the block; at once if `set` was called before."""
         self.add(callback)
         try:
             yield

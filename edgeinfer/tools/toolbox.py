@@ -36,7 +36,10 @@ _MOST_TOOLS = 128
 
 
 class KnownServer(msgspec.Struct, kw_only=True):
-    """A server's last known list of tools; `unapproved` are new or changed ones that need approval."""
+    """A server's last known list of tools. `digest` is the ServerSpec's digest at that time.
+
+    `unapproved` names the tools that were added or changed later, and need approval.
+    """
 
     digest: str
     tools: list[ToolInfo]
@@ -67,7 +70,7 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Usable built-in servers (before `prepare`: all), and the reason why others are unusable.
+        #: Built-in servers that can be used (before `prepare`: all), and why each other one cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
@@ -90,12 +93,12 @@ class Toolbox:
         self.close()
 
     def servers(self) -> list[str]:
-        """Return the enabled MCP servers in the order in which they were first seen."""
+        """Return the names of the enabled MCP servers, in the order in which they were first used."""
         first = [name for name in tuple(self._records) if name in self._specs]
         return [*first, *(name for name in self._specs if name not in first)]
 
     def prepare(self, *, refresh: bool = False) -> None:
-        """Request the tool lists of MCP servers that have sent none; with `refresh`, of every server.
+        """Request the tool lists of MCP servers that have sent none; with `refresh`, of all of them.
 
         Failed servers and unusable built-in tools are left out; `notices` says why.
         """
@@ -129,7 +132,7 @@ class Toolbox:
         return record is not None and record.digest == self._specs[name].digest
 
     def bound_tools(self) -> dict[str, BoundTool]:
-        """Return the tools by the name that the model sees (`SERVER__TOOL`), in their fixed order."""
+        """Return the tools in the order of requests; keys are the model's names, `SERVER__TOOL`."""
         bound: dict[str, BoundTool] = {}
         for name, builtin in self.builtin.items():
             for info in builtin.tools():
@@ -153,11 +156,17 @@ class Toolbox:
         )
 
     def start(self, name: str, stop: Stop | None = None) -> McpClient | Builtin:
-        """Return a server's session; start it if needed. Raises ToolServerError, StoppedError."""
+        """Return a server's session, and start the server if needed.
+
+        Raises ToolServerError, or StoppedError if `stop` is set.
+        """
         if name in self.builtin:
             return self.builtin[name]
         if name not in self._specs:
-            raise ToolServerError(f"there is no tool server named {name}")
+            raise ToolServerError(
+                f"there is no tool server named {name}",
+                hint=f"servers: {', '.join([*self.builtin, *self.servers()])}",
+            )
         any_stop, stop = Stop(), stop or Stop()
         with (
             stop.calling(any_stop.set),

@@ -33,7 +33,10 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Web(Builtin):
-    """The tool `fetch`. `hosts`: names, in which `*` matches any text, and private networks."""
+    """The tool `fetch`. `hosts` lists what may be fetched: names of hosts, and private networks.
+
+    In a name, `*` matches any text. Example: `["*.example.com", "10.0.0.0/8"]`.
+    """
 
     server = "web"
 

@@ -83,7 +83,7 @@ def test_a_wildcard_of_a_command_stands_for_no_operator(more):
 
 @pytest.mark.parametrize("text", ["", "s", "s.t(", "s.t(x)", "s t", "s.t(a=1,)b", "s.t(a=1", "s.t\\"])
 def test_broken_pattern_is_refused(text):
-    with pytest.raises(ConfigError, match="is not a pattern"):
+    with pytest.raises(ConfigError, match="is not a pattern `SERVER"):
         parse(text)
 
 

@@ -76,8 +76,8 @@ BAD_ENTRIES = [
     ({"command": "x", "args": ["${input:key}"]}, "is not supported"),
     ({"command": "x", "env": {"A": "${env:NOT_SET}"}}, "NOT_SET is not set (export NOT_SET=…)"),
     ({"url": "https://x", "headers": {"A": "${NOT_SET}"}}, "NOT_SET is not set"),
-    ({}, "either `command` or `url`"),
-    ({"command": "x", "url": "https://x"}, "either `command` or `url`"),
+    ({}, "neither `command` nor `url`"),
+    ({"command": "x", "url": "https://x"}, "`command` and `url` are both set"),
     ({"url": "ftp://x"}, "is not an http or https URL"),
     ({"command": 5}, "$.command"),
     ({"command": "x", "args": "y"}, "$.args"),
@@ -111,7 +111,7 @@ def test_names_become_valid(tmp_path, name, valid):
 def test_a_name_without_a_letter_is_left_out(tmp_path):
     specs, left_out = read_all(tmp_path, {"mcpServers": {"日本": SERVER, "one": SERVER}})
     assert [spec.name for spec in specs] == ["one"]
-    assert "a letter or a digit" in left_out[0]
+    assert "no letter from A to Z" in left_out[0]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"x": 1}', b"\xff", None])

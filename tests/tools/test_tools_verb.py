@@ -88,7 +88,7 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
     assert main(["tools", "--check"], EngineHost()) == 0
     out = capsys.readouterr().out
     for said in (
-        "config.toml: tool server empty: give either `command` or `url`: left out",
+        "config.toml: tool server empty: neither `command` nor `url` is set (set `command` to",
         "tool server unset: ${NOT_SET} is not an http or https URL",
         "/nowhere.json",
         "files is left out: a built-in server has the same name",
