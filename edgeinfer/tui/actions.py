@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class AppFrontEnd:
-    """Runs `/` commands on the chat screen. Other screens are imported at first use, to save time."""
+    """Runs `/` commands on the chat screen. Other screens are imported when they are first opened."""
 
     app: App[Any]
     setup: ChatSetup
@@ -62,7 +62,10 @@ class AppFrontEnd:
             self.view.show_session()
 
     def show_draft(self, typed: str = "") -> None:
-        """Show the open conversation's draft after `typed`, unless another window has the draft."""
+        """Put `typed`, then the open conversation's draft, into the input field.
+
+        The draft is left out if another window has locked it.
+        """
         draft = self.session.conversation.draft if self.session.owns_draft() else ""
         self.view.composer.fill(typed, draft)
 
@@ -101,7 +104,10 @@ class AppFrontEnd:
         self._load(name or self.view.model, n_ctx)
 
     def pick_model(self, model: str = "", *, first: bool = False) -> None:
-        """Open the model picker. `first`: the requested `model` is not on this machine."""
+        """Open the model picker for the requested `model` ("": the present one).
+
+        `first`: the requested model is not on this machine.
+        """
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
@@ -194,7 +200,7 @@ class AppFrontEnd:
         composer.fill(_edit(self.app, composer.text))
 
     def names(self) -> Names:
-        """Return, for each kind of argument, a function that lists the possible values."""
+        """Return, for each kind of command argument, a function that lists the possible values."""
         return {
             "model": _models,
             "prompt": lambda: [
@@ -317,7 +323,7 @@ class TurnActions:
         self._code_at += 1
 
     def click(self, message: Transcript.Clicked) -> None:
-        """Run the action of a clicked label: fold, copy, or show another alternative."""
+        """Run the action of a clicked label: fold an entry, copy code, or show another alternative."""
         entry = message.entry
         kind, _, number = message.mark.partition(":")
         if kind == "fold":

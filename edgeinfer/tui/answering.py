@@ -52,7 +52,7 @@ class Answering:
         self.unanswered = 0
 
     def answer_question(self) -> None:
-        """Answer the question at the end of the branch, once the model is loaded."""
+        """Answer the question at the end of the branch. If no model is loaded, load it first."""
         if self._session.engine is None:
             self.unanswered = self._session.conversation.head_id or 0
             self._view.loader.start(self._view.model)
@@ -119,7 +119,7 @@ class Answering:
             self.report_full_context(ContextLengthError(message, param="messages"))
 
     def show_other_changes(self) -> None:
-        """Show turns that another process has written, also an answer that it is still writing."""
+        """Show what another process has written to the conversation, also its unfinished answer."""
         before = self._session.answer_elsewhere
         with contextlib.suppress(StoreError):  # the next call, 0.1 s later, may succeed
             if self._session.refresh():
@@ -180,7 +180,7 @@ class Answering:
         self._view.transcript.post_message(self.Ended(msgspec.structs.replace(turn, calls=calls)))
 
     def decide(self, card: Card) -> Decision:
-        """Ask the user to allow a tool call, and wait for the decision, in the thread of the call."""
+        """Ask the user to allow a tool call, and return the decision. Blocks the thread of the call."""
         return card.ask(self._ask)
 
     def _ask(self, text: str) -> str | None:
@@ -216,7 +216,7 @@ class Answering:
         self._view.refresh_status()
 
     def take_decision(self, text: str) -> bool:
-        """Pass typed text to the tool call that waits for a decision; return False if none waits."""
+        """Pass typed text to the tool call that waits for approval; return False if no call waits."""
         typed, self._typed = self._typed, None
         if typed is not None:
             self._view.calling = "calling…"
@@ -227,7 +227,7 @@ class Answering:
         self._view.transcript.post_message(self.ContextFull(error))
 
     def summarise(self, first_sent: Turn) -> None:
-        """Summarise the turns before `first_sent`, drop them, and answer the last question."""
+        """Replace the turns before `first_sent` in requests by a summary; answer the last question."""
         if self._view.summarising is not None:
             return
         engine = self._session.idle_engine()

@@ -73,7 +73,7 @@ PARSED: dict[str, ParsedStyles] = {}
 
 
 class ChatApp(App[None]):
-    """A chat on a terminal. `crash` is the unexpected error that ended the app, otherwise None."""
+    """A chat on a terminal. `crash` is the unexpected error that ended the app; None without one."""
 
     TITLE = "edgeinfer"
     CSS_PATH = "chat.tcss"
@@ -104,7 +104,7 @@ class ChatApp(App[None]):
         return name
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Skip Textual's first call, because the first theme is already applied."""
+        """Apply the theme, but not at Textual's first call: the first theme is already applied."""
         if self._styled_for != self.theme:
             self._styled_for = self.theme
             super().refresh_css(animate)
@@ -113,7 +113,7 @@ class ChatApp(App[None]):
         return self.chat  # type: ignore[return-value]
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle typed keys and pastes one after the other."""
+        """Handle keys and pastes in the order in which they were typed (see `KeyOrder`)."""
         if isinstance(event, events.Key | events.Paste) and not event.is_forwarded:
             await self.key_order.add(event)
         else:

@@ -10,7 +10,10 @@ Where = Literal["chat", "composer", "turn", "models", "sessions"]
 
 
 class Key(NamedTuple):
-    """A key binding. Commas separate `keys`. `priority`: the keys also work in a text field."""
+    """A key binding in the part `where` of the chat. Commas separate alternative `keys`.
+
+    `priority`: the keys also work while a text field has the focus.
+    """
 
     id: str
     keys: str

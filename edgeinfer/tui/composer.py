@@ -97,12 +97,12 @@ class Composer(TextArea):
 
     @property
     def is_recalled(self) -> bool:
-        """Return whether the text is a sent one that Up shows, unchanged."""
+        """Return whether the field shows an earlier question, recalled by Up and not changed."""
         return self._past_index > 0 and self.text == self._past[self._past_index - 1]
 
-    def set_past(self, typed: list[str]) -> None:
-        """Set the sent texts that Up shows, newest first."""
-        self._past, self._past_index = list(typed), 0
+    def set_past(self, questions: list[str]) -> None:
+        """Set the earlier questions that Up recalls, newest first."""
+        self._past, self._past_index = list(questions), 0
 
     def remember(self, text: str) -> None:
         if text.strip() and (not self._past or self._past[0] != text):
@@ -199,7 +199,7 @@ class Composer(TextArea):
 
 
 class Queue:
-    """Messages sent during an answer. `line` shows them until they are sent, one after another."""
+    """Messages sent during an answer. Each waits, shown in `line`, for the end of the answer before."""
 
     def __init__(self, line: Static, composer: Composer) -> None:
         self._line = line
@@ -235,7 +235,7 @@ class Queue:
 
 
 class Completions(OptionList, can_focus=False):
-    """The list of completions above the input field, which keeps the focus."""
+    """The list of completions above the input field. The focus stays in the field."""
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id, compact=True)
@@ -269,7 +269,10 @@ _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Attachments of the next question, whose text does not mention the `unnamed` ones, e.g. pastes."""
+    """Attachments of the next question, shown in `line`.
+
+    `unnamed` are those that the question's text does not mention by `@name`, e.g. pasted texts.
+    """
 
     def __init__(self, session: ChatSession, line: Static, unnamed: Sequence[Attachment]) -> None:
         self._session = session
@@ -295,7 +298,10 @@ class AttachmentList:
         self.show()
 
     def read_mentioned(self, text: str) -> None:
-        """Read and count the files that the text mentions with `@`; leave out unreadable ones."""
+        """Read the files that the text mentions with `@`, count their tokens, and show them.
+
+        Files that cannot be read are left out.
+        """
         paths, missing = attachments.mentioned_paths(text), attachments.missing_files(text)
         if (list(self._named), self._missing) != (paths, missing):
             self._missing = missing
@@ -311,7 +317,10 @@ class AttachmentList:
         return [*self.unnamed, *self._named.values()]
 
     def collect(self, text: str) -> list[Attachment]:
-        """Read the files that `text` mentions again; return all attachments. Raises UsageError."""
+        """Return all attachments; the files that `text` mentions are read again.
+
+        Raises UsageError if a file cannot be attached.
+        """
         named = [attachments.read(path) for path in attachments.mentioned_paths(text)]
         return [self._count_tokens(a) for a in (*self.unnamed, *named)]
 
@@ -321,7 +330,7 @@ class AttachmentList:
         self.show()
 
     def show(self) -> None:
-        """Show the attachments in one line; hide it if there are none."""
+        """Show the attachments in the line; hide the line if there are none."""
         self.unnamed = [self._count_tokens(a) for a in self.unnamed]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0

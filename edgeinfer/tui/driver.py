@@ -59,14 +59,14 @@ class TerminalDriver(LinuxDriver):
         return count[0]
 
     def ready(self) -> None:
-        """Begin to read keys, because a widget can receive them now."""
+        """Let the input thread begin to read keys. Called once a widget can receive keys."""
         self._is_ready.set()
 
     def run_input_thread(self) -> None:
         """Read keys until `exit_event` is set.
 
-        Unlike Textual's method, this one ends at once, not within 0.1 s, accepts bytes that are not
-        UTF-8, and ends the app without an error if the terminal is closed.
+        Textual's method may end 0.1 s later; this one ends at once. Bytes that are not UTF-8 are
+        accepted. If the terminal is closed, the app ends without an error.
         """
         self._waker = os.pipe()
         poller = select.poll()
@@ -97,7 +97,7 @@ class TerminalDriver(LinuxDriver):
             return b""
 
     def disable_input(self) -> None:
-        """Stop reading keys; unlike Textual's method, wake the reading thread to end it at once."""
+        """Stop reading keys. The reading thread is woken, so that it ends at once."""
         self._stop_reading()
         with contextlib.suppress(ValueError):  # only the main thread may set signal handlers
             signal.signal(signal.SIGWINCH, signal.SIG_DFL)
@@ -112,7 +112,7 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
-            # closed here, not by the reading thread, which may end before the write above
+            # the reading thread does not close the pipe, because it may end before the write above
             for fd in self._waker or ():
                 os.close(fd)
             self._waker = None
@@ -125,15 +125,15 @@ class TerminalDriver(LinuxDriver):
         if os.getsid(0) == os.getpid():  # the launcher, which started this process, then stops too
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            # stop the whole job: the shell may wait for any of its processes
+            # stop every process of the shell's job, because the shell may wait for any of them
             os.killpg(0, signal.SIGSTOP)
 
 
 def claim_terminal() -> TextIO | None:
-    """Return a stream to the terminal, None without one.
+    """Return a stream that writes to the terminal; None if there is no terminal.
 
-    The terminal is the first one among stdout, stderr and stdin, controlling or not. Descriptor 0
-    becomes that terminal if stdin is, for example, a pipe.
+    The terminal is the first one among stdout, stderr and stdin; it need not be the controlling one. If
+    stdin is not a terminal but, for example, a pipe, descriptor 0 becomes the terminal.
     """
     fd = next((n for n in (1, 2, 0) if os.isatty(n)), None)
     if fd is None:

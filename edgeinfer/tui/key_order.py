@@ -9,18 +9,18 @@ from typing import Any
 from textual.app import App
 from textual.events import Event
 
-#: How often the queues of the focused widget, the screen and the app are waited for after a key: for
-#: the key itself, for the message of its action (`Sent`), for the message of a change that follows
-#: (`Changed`), and for the result of a dialog that the key closes.
+#: How many times, after each key, the class waits for the queues of the focused widget, the screen and
+#: the app. The rounds handle the key, the message of its action (`Sent`), the message of a change that
+#: follows (`Changed`), and the result of a dialog that the key closes.
 _ROUNDS = 4
 
 
 class KeyOrder:
     """Passes keys and pastes to `dispatch` one by one, each after the previous one has had its effect.
 
-    Textual inserts a printable key in the focused widget, but runs a binding in the app, which the key
-    reaches later. Without this class, a cursor key would move, and Enter would send, after the
-    characters that were typed later.
+    Textual inserts a printable key in the focused widget, but runs a key binding later, in the app.
+    Without this class, characters that are typed after Enter or a cursor key could be inserted before
+    the text is sent or the cursor has moved.
     """
 
     def __init__(self, app: App[Any], dispatch: Callable[[Event], Awaitable[None]]) -> None:

@@ -26,5 +26,5 @@ def keymap(app: App[Any]) -> dict[str, str]:
 
 
 def use_parsed(app: App[Any], parsed: ParsedStyles) -> None:
-    """Let `app` take parsed style sheets from `parsed`, and add new ones to it."""
+    """Let `app` reuse the parsed style sheets in `parsed`, and store newly parsed ones there."""
     app.stylesheet._parse_cache = parsed

@@ -33,7 +33,7 @@ _NAMES = """
 class Transcript(ScrollView, can_focus=True):
     """A scrolling list of entries. `cursor` is the index of the selected entry, None for none.
 
-    `following`: the end of the list is in view, and stays in view when text is added.
+    `following`: the end of the list is in view, so the list scrolls on when text is added.
     """
 
     FOCUS_ON_CLICK = False  # a click to select text must leave the focus in the input field
@@ -42,7 +42,10 @@ class Transcript(ScrollView, can_focus=True):
 
     @dataclass
     class Clicked(Message):
-        """Posted when a label in an entry is clicked: `mark` is "copy:N", "fold" or "page"."""
+        """Posted when a label in an entry is clicked.
+
+        `mark` names the label: "copy:N" (code block N), "fold", or "page" (number of the alternative).
+        """
 
         entry: Entry
         mark: str

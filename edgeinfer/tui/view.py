@@ -40,8 +40,8 @@ from edgeinfer.tui.transcript import Transcript
 class StatusPart(NamedTuple):
     """A text in the status line.
 
-    On a narrow terminal, the part with the lowest `weight` is left out first. `shortens`: only the end
-    of the text is left out, if at least `_SHORTEST` cells remain.
+    On a narrow terminal, the part with the lowest `weight` is left out first. `shortens`: the text is
+    cut instead, if at least `_SHORTEST` cells of it remain.
     """
 
     text: str
@@ -111,7 +111,10 @@ class Loader:
         self._serial = 0
 
     def start(self, model: str, n_ctx: int | None = None) -> None:
-        """Load `model` in a thread; do nothing if it is being loaded and `n_ctx` is None."""
+        """Load `model` in a thread, with a context of `n_ctx` tokens (None: the default).
+
+        Does nothing if `n_ctx` is None and this model is being loaded already.
+        """
         if self.progress and n_ctx is None and model == self._model:
             return
         self._model = model
@@ -128,7 +131,7 @@ class Loader:
 
     @property
     def start_text(self) -> str:
-        """Describe the latest load (`resumed in 84 ms`); no time before the first load."""
+        """Text on how the last model was loaded: `resumed in 84 ms`, without a time if unknown."""
         return self._engines.start_text
 
     @property
@@ -247,9 +250,9 @@ def _waiting_for(prefill: Progress) -> str:
 class ChatView:
     """Shows `session` in the widgets of the chat screen.
 
-    `Answering` sets `streaming` (the answer that streams, or None), `summarising` (the generation of a
-    summary, or None) and `calling` (a text about running tools). `cached_tokens` is how many tokens of
-    the open conversation are cached.
+    `Answering` sets `streaming` to the answer that is being generated (otherwise None), `summarising`
+    to the generation of a summary (otherwise None), and `calling` to a text about running tools.
+    `cached_tokens` is how many tokens of the open conversation are in the KV cache.
     """
 
     def __init__(self, setup: ChatSetup, session: ChatSession, loader: Loader) -> None:
@@ -297,14 +300,14 @@ class ChatView:
         return AnswerEntry(turn, alternative, streaming=turn.status == "streaming")
 
     def grow(self, turn: Turn | None, new: CollectedAnswer) -> None:
-        """Add text to an answer that another process writes."""
+        """Add the text `new` to the shown answer `turn`, which another process writes."""
         for entry in self.transcript.entries:
             if turn is not None and isinstance(entry, AnswerEntry) and entry.turn_id == turn.id:
                 entry.grow(new.text, new.reasoning)
                 self.transcript.update_entry(entry)
 
     def note_prompt(self, answer: AnswerWriter) -> None:
-        """Publish how much of the answer's prompt was cached, for `edgeinfer ps`."""
+        """Tell the host how much of the answer's prompt was cached; `edgeinfer ps` shows this."""
         if answer.cache_report is not None:
             self._setup.host.note_prompt(answer.cache_report)
 
@@ -323,12 +326,15 @@ class ChatView:
                 self.transcript.update_entry(entry)
 
     def show_error(self, error: EdgeInferError, put_back: str = "") -> None:
-        """Show an error with its hint, and put `put_back` into the input field."""
+        """Show an error with its hint. `put_back` goes into the input field if the field is empty."""
         self.add_remark(Remark(error.message, "error", hint(error)))
         self._put_back(put_back)
 
     def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
-        """Show the hint of `error`, whose message the turn shows; put `put_back` into the field."""
+        """Show only the hint of `error`, because the failed turn shows its message.
+
+        `put_back` goes into the input field if the field is empty.
+        """
         if hint(error):
             self.add_remark(Remark("", hint=hint(error)))
         self._put_back(put_back)
@@ -369,10 +375,11 @@ class ChatView:
 def answer_statistics(
     session: ChatSession, model: str, streaming: Streaming | None = None, *, cached_tokens: int = 0
 ) -> list[StatusPart]:
-    """Return parts of the status line: context, rate, time to first token, cached tokens.
+    """Return the status line's parts about the last answer: context, tokens/s, times, cached tokens.
 
-    The parts describe the last answer if `model` generated it. While an answer streams, `ChatView` adds
-    the rate. Until an opened conversation gets a new answer, `cached_tokens` replace rate and times.
+    If the last answer is not from `model`, there is only the context. While an answer streams, tokens/s
+    are left out, because `ChatView` shows them elsewhere. In a conversation that was opened and has no
+    new answer yet, `cached_tokens` is shown instead of tokens/s and times.
     """
     stats, engine = session.last_stats(model), session.engine
     if stats is None or (streaming is not None and not streaming.tokens):

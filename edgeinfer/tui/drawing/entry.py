@@ -17,7 +17,10 @@ _FOLD_LINES = 16
 
 
 class Entry:
-    """Base class of entries; caches the lines drawn for one width. `turn_id` is 0 for a remark."""
+    """Base class of the transcript's entries; keeps the lines that were drawn for one width.
+
+    `turn_id` is the id of the shown turn, 0 for a text of the app.
+    """
 
     turn_id = 0
 
@@ -55,7 +58,7 @@ def _rows(text: str, width: int) -> int:
 
 
 class TurnEntry(Entry):
-    """A turn. `alternative` is its number among the alternatives, and how many exist: (2, 3)."""
+    """An entry that shows a turn. `alternative`: the second of three alternatives is (2, 3)."""
 
     def __init__(self, turn: Turn, alternative: tuple[int, int] = (1, 1)) -> None:
         super().__init__()

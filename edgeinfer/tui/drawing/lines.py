@@ -75,7 +75,7 @@ class Line(NamedTuple):
         return Line(prefix + self.text, moved, self.fill if fill is None else fill)
 
     def label_right(self, label: str, style: str, width: int) -> Line:
-        """Return the line with `label` at the right edge, or unchanged if there is no room."""
+        """Return the line with `label` at the right edge; unchanged if they do not fit into `width`."""
         gap = width - cell_len(self.text) - cell_len(label)
         if gap < 1:
             return self

@@ -96,7 +96,7 @@ _BULLETS = ("•", "◦", "▪")
 
 
 class BlockRenderer:
-    """Draws Markdown blocks as lines. Code blocks are numbered from `first_code` on."""
+    """Draws Markdown blocks as lines. The first code block gets the number `first_code`."""
 
     def __init__(self, width: int, first_code: int = 1) -> None:
         self.width = max(width, 10)
@@ -259,7 +259,10 @@ def _row(
 
 
 class RenderedMarkdown:
-    """A Markdown text that grows, and its drawn lines. `append` draws final blocks only once."""
+    """A Markdown text that grows, and its drawn lines.
+
+    `append` draws a block again only if the new text can change that block.
+    """
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source

@@ -38,9 +38,10 @@ _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """Lists models; returns the name of one, None after Esc. `first`: `requested` is not pulled.
+    """Lists models; returns the name of the chosen one, None after Esc.
 
-    `question` is the text that the user typed during pulls.
+    `first`: the model `requested` is not on this machine. `question` is what the user typed while a
+    model was pulled, for the chat's input field.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("models")]
@@ -319,7 +320,7 @@ def detail(row: ModelChoice) -> str:
 
 
 def pull_text(progress: PullProgress) -> str:
-    """Return `━━━─────  downloading x.gguf: 41.0 MB of 92.0 MB, 8.2 MB/s, 6 s left`."""
+    """Return a bar and a text: `━━──  downloading x.gguf: 41.0 MB of 92.0 MB, 8.2 MB/s, 6 s left`."""
     done = progress.done_bytes
     bar = f"{'━' * (20 * done // progress.total_bytes):─<20}  " if progress.total_bytes else ""
     return f"{bar}{progress_text(progress)}"
