@@ -239,18 +239,28 @@ def _edit(app: App[Any], text: str) -> str:
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as out:
             out.write(text)
-        with app.suspend():
-            status = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
-        if status:
-            message = f"{command[0]} exited with {status}; the text was not changed"
-            raise UsageError(message, hint="set $EDITOR to another editor")
+        _run_editor(app, [*command, name])
         return path.read_text("utf-8").rstrip("\n")
-    except SuspendNotSupported as error:
-        raise UsageError("this terminal cannot run an editor", hint="type the text here") from error
-    except FileNotFoundError as error:
-        raise UsageError(f"there is no editor {command[0]}", hint="set $EDITOR to another") from error
+    except (FileNotFoundError, UnicodeDecodeError) as error:
+        message = f"{command[0]} did not save UTF-8 text; the text was not changed"
+        raise UsageError(message, hint="save UTF-8 text under the file's name") from error
     finally:
         path.unlink(missing_ok=True)
+
+
+def _run_editor(app: App[Any], command: list[str]) -> None:
+    failure = ""
+    try:
+        with app.suspend():
+            try:
+                status = subprocess.run(command, stdin=0, stdout=0, check=False).returncode
+                failure = f"exited with {status}; the text was not changed" if status else ""
+            except OSError as error:  # must not leave the block: Textual would not resume the app
+                failure = f"cannot be started: {error.strerror}"
+    except SuspendNotSupported as error:
+        raise UsageError("this terminal cannot run an editor", hint="type the text here") from error
+    if failure:
+        raise UsageError(f"{command[0]} {failure}", hint="set $EDITOR to another editor")
 
 
 class TurnActions:

@@ -25,6 +25,7 @@ from edgeinfer.errors import DecodeError, DownloadError, ModelNotPulledError, Ou
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.options import Chosen
+from edgeinfer.tui.app import ChatApp
 from edgeinfer.tui.composer import Composer
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
@@ -801,6 +802,32 @@ async def test_editor_that_cannot_be_run_is_reported_and_the_text_stays(drive):
         await d.type("half a thought", "ctrl+o")
         await d.until(lambda: "this terminal cannot run" in d.screen_text())
         assert d.chat.composer.text == "half a thought"
+
+
+@pytest.mark.parametrize(
+    ("editor", "said"),
+    [
+        ("/nosuch", "/nosuch cannot be started: No such file or directory"),
+        ("/dev/null", "/dev/null cannot be started: Permission denied"),
+        ("false", "false exited with 1"),
+        ("rm", "rm did not save UTF-8 text"),
+    ],
+)
+async def test_the_app_resumes_after_an_editor_fails(drive, monkeypatch, editor, said):
+    resumed = []
+
+    @contextlib.contextmanager
+    def suspend(self):
+        yield
+        resumed.append(self)  # not in `finally`: Textual does not resume after an exception either
+
+    monkeypatch.setattr(ChatApp, "suspend", suspend)
+    monkeypatch.setenv("VISUAL", editor)
+    async with drive() as d:
+        await d.type("half a thought", "ctrl+o")
+        await d.until(lambda: said in d.screen_text())
+        assert d.chat.composer.text == "half a thought"
+    assert resumed
 
 
 async def test_typed_text_is_prefilled_before_enter(drive):
