@@ -23,9 +23,9 @@ _CHOICES = ("kv_type", "flash_attention")
 class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of a snapshot: model files, load options and a system prompt.
 
-    `given_name` is the name that the user chose, "" for the derived one. If an earlier load is to be
-    repeated exactly, `actual` has that load's option values and `adapters` its adapters, otherwise both
-    are None. `stamps` (`fingerprint.stamp`) by path are from before the load, to notice later changes.
+    `given_name` is the name that the user chose; with "", the name is derived from the options. To
+    repeat an earlier load exactly, `actual` has the option values and `adapters` the adapters of that
+    load; otherwise both are None. `stamps` maps paths to the `fingerprint.stamp` before the load.
     """
 
     model: str
@@ -89,7 +89,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=name)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
-        """Return a copy with these adapters, and stamps of their files, instead of the earlier ones."""
+        """Return a copy in which `adapters`, and stamps of their files, replace the previous ones."""
         from_catalogue = LoadOptions().adapters(self.files)
         lora = "" if _without_digests(adapters) == from_catalogue else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)
@@ -118,7 +118,7 @@ def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
 
 
 def actual_options(options: LoadOptions, engine: Engine) -> LoadOptions:
-    """Return the options with the values that the load chose, to repeat it exactly."""
+    """Return `options` with the values that the engine's load chose, to repeat the load exactly."""
     info = engine.info
     if not info.can_generate:
         return options
@@ -148,6 +148,6 @@ def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """Return the stamps of a model's existing files by path; the load reports missing files."""
+    """Return path → stamp of a model's files, without missing files, which a load reports."""
     existing = filter(os.path.exists, read_files(files, options))
     return {path: fingerprint.stamp(path) for path in existing}

@@ -57,8 +57,9 @@ LAZY_MODULES = """
 class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The report of the parked process to the builder.
 
-    `files` are the paths of all files that the process has mapped or read. CRIU needs `pid` and the two
-    inodes, as the process's namespaces show them. `canary` is the result of `LoadedModel.canary`.
+    `files` are the paths of all files that the process has mapped or read. `canary` is the result of
+    `LoadedModel.canary`. CRIU needs `pid` (in the process's pid namespace) and the inodes of the socket
+    LINK_FD and the pipe WAKE_FD.
     """
 
     info: EngineInfo
@@ -88,7 +89,7 @@ def import_everything() -> None:
 
 
 class Stages:
-    """Reports the stages of a build over a link. `ms` maps each finished stage to its duration."""
+    """Reports a build's stages over the socket `link`. `ms` has the duration of each ended stage."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -111,7 +112,10 @@ class Stages:
 
 
 def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, ParkedProcess]:
-    """Load the model, import modules, prefill, stop the threads. Raises the errors of `load_engine`."""
+    """Load the model, import modules, prefill the system prompt, and stop the engine's threads.
+
+    Returns the model, and the report to the builder. Raises the errors of `load_engine`.
+    """
     from edgeinfer.runtime.engine import load_engine  # slow import: 160 to 290 ms
 
     files, options = inputs.files, inputs.options
@@ -139,7 +143,7 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
         system_tokens = engine.prefill_system(inputs.system)
     stages.begin("warm up")
     engine.warm_up()
-    # the canary also touches every weight once, in a prefill and in decode steps
+    # computing the canary also reads every weight once, in a prefill and in decode steps
     canary = loaded.canary()
     engine.park()
     loaded.weights = mapped_weights()
@@ -173,7 +177,7 @@ def mapped_files() -> tuple[str, ...]:
 
 def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
     """Send the report to the builder, then replace the builder's socket by an unconnected one."""
-    # collect first: an unreachable socket, freed later, would close a descriptor that is reused below
+    # free unreachable sockets now: later, one would close a descriptor number that is reused below
     gc.collect()
     unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parked = msgspec.structs.replace(
@@ -193,7 +197,7 @@ def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
 
 
 def main() -> None:
-    """Load the model and park this process; after the resume, run the launch request."""
+    """Load the model and wait for the dump; in each resumed process, run its launch request."""
     link = socket.socket(fileno=LINK_FD)
     received = messages.receive(link)
     if received is None or not isinstance(received[0], messages.Payload):
@@ -202,10 +206,11 @@ def main() -> None:
         inputs = msgspec.json.decode(received[0].content, type=SnapshotInputs)
         loaded, parked = load_and_park(link, inputs)
     except (EdgeInferError, OSError) as error:
-        problem = error if isinstance(error, EdgeInferError) else DumpError(f"parking failed: {error}")
+        message = f"the process could not be prepared for the snapshot: {error}"
+        problem = error if isinstance(error, EdgeInferError) else DumpError(message)
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
-    # read before the dump: a restored process has lost the flags that mark these ranges
+    # read before the dump: in a restored process, /proc/self/smaps no longer marks these ranges
     loaded.droppable = app_process.read_droppable_ranges()
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)
@@ -225,7 +230,7 @@ def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> i
 
 
 if __name__ == "__main__":
-    # run the imported module: a class of `__main__` is not the class that other modules import
+    # not `main()` of `__main__`: its classes would differ from those that other modules import
     from edgeinfer.snapshots import parked
 
     parked.main()

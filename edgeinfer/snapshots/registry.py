@@ -31,7 +31,7 @@ from edgeinfer.snapshot_format import fingerprint, storage
 
 
 def build_lock(root: Path, name: str) -> Path:
-    """Return the path of the file that is locked while this program builds snapshot `name`."""
+    """Return the path of the file that is locked while this installation builds snapshot `name`."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
 
 
@@ -41,7 +41,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     `depends_on` is the SHA-256 of all inputs: program, machine, files, options and system prompt.
     `digests` has the SHA-256 of each file of the snapshot, `sources` that of each file that its process
     has mapped or read, both by path. `canary` is the SHA-256 of the result of `LoadedModel.canary`.
-    `memory_bytes` includes holes, `disk_bytes` does not.
+    `memory_bytes` is the size of `memory.img` with its holes, `disk_bytes` the disk space of all files.
     """
 
     name: str
@@ -110,7 +110,7 @@ def _program_paths_of(folder: Path) -> list[str]:
 
 
 def state_of(folder: Path) -> tuple[bool, str]:
-    """Return whether this program can resume the snapshot now, and "ready" or the reason why not."""
+    """Return whether this installation can resume the snapshot now, and "ready" or why it cannot."""
     try:
         if is_orphan(folder):
             return False, "the program that built it was removed"
@@ -124,7 +124,10 @@ def state_of(folder: Path) -> tuple[bool, str]:
 
 
 def is_useless(folder: Path) -> bool:
-    """Return whether no program can resume the snapshot: an orphan, or a stale one of this program."""
+    """Return whether no installation can resume the snapshot.
+
+    That is so if the installation that built it was removed, or is this one and refuses it now.
+    """
     return is_orphan(folder) or (is_own(folder) and not state_of(folder)[0])
 
 
@@ -134,7 +137,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def last_used_s(folder: Path) -> float:
-    """Return when the snapshot was last resumed, otherwise built (Unix time); 0 if unknown."""
+    """Return when the snapshot was last resumed, or built if it never was (Unix time); 0 if unknown."""
     try:
         return os.lstat(folder / storage.LOCK).st_mtime
     except OSError:
@@ -142,7 +145,7 @@ def last_used_s(folder: Path) -> float:
 
 
 def list_snapshots() -> list[ListedSnapshot]:
-    """List the newest build of each installation's snapshots by name; leave out unreadable ones."""
+    """List all installations' snapshots by name: the newest build of each; skip unreadable ones."""
     newest: dict[tuple[str, str], str] = {}
     for name, folders in storage.generations(str(paths.snapshots_dir())).items():
         for generation in folders:
@@ -161,13 +164,19 @@ def list_snapshots() -> list[ListedSnapshot]:
 
 
 def list_own() -> list[Path]:
-    """List the newest folder of each of this program's snapshots by name, unusable ones included."""
+    """List the folders of this installation's snapshots by name, only the newest build of each.
+
+    Snapshots that cannot be resumed are included.
+    """
     by_name = storage.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
     return [Path(folders[0]) for _, folders in sorted(by_name.items())]
 
 
 def find(name: str) -> Path:
-    """Find by full name, user's name or model. Raises SnapshotMissingError unless one matches."""
+    """Return the folder of the snapshot with this full name, this user-given name, or this model.
+
+    Raises SnapshotMissingError if there is none, or if several have the user-given name or the model.
+    """
     root = str(paths.snapshots_dir())
     folders = storage.generations(root) | storage.generations(root, fingerprint.program_tag())
     of_model = [key for key in folders if storage.model_prefix_of(key) == storage.model_prefix(name)]
@@ -193,7 +202,7 @@ def remove_snapshot(folder: Path) -> None:
 
 
 def remove_snapshots_of(model: str) -> list[str]:
-    """Remove all snapshots of a removed model; return their names."""
+    """Remove all installations' snapshots of a model, and its failure records; return the names."""
     for failure in list_failures():
         if storage.model_prefix_of(failure.name) == storage.model_prefix(model):
             forget_failure(failure.name)
@@ -207,7 +216,7 @@ def remove_snapshots_of(model: str) -> list[str]:
 
 
 def drop_older(root: Path, name: str) -> None:
-    """Remove all builds of this program's snapshot `name` except the newest."""
+    """Remove all builds of this installation's snapshot `name` except the newest."""
     for folder in storage.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:
         remove_snapshot(Path(folder))
 
@@ -230,7 +239,8 @@ def by_last_use(root: Path) -> list[Path]:
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
     """Remove snapshots until `need_bytes` more would fit the configured limit and the disk.
 
-    This program's snapshot named `keep` stays. Returns the names of the removed snapshots.
+    The order is that of `by_last_use`. This installation's snapshot named `keep` stays, so there may
+    still be too little space. Returns the names of the removed snapshots.
     """
     kept_folders = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
@@ -247,7 +257,7 @@ def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: i
 
 
 def remove_stale(root: Path) -> list[str]:
-    """Remove all snapshots that cannot be resumed; return their names."""
+    """Remove all snapshots that no installation can resume; return their names."""
     removed = []
     for folder in by_last_use(root):
         if is_useless(folder):
@@ -262,7 +272,10 @@ _TRANSIENT = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnava
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failed build; `command` repeats it. `at_s`: Unix time; `depends_on`: SHA-256 of its inputs."""
+    """A failed build. `message` says why, `command` repeats the build.
+
+    `at_s` is the Unix time of the failure, `depends_on` the SHA-256 of the inputs.
+    """
 
     name: str
     model: str
@@ -273,14 +286,15 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def killed_error(process_name: str) -> OutOfMemoryError:
-    """Make the error for a build process that ended by SIGKILL; `process_name` begins the message."""
+    """Make the error for a process that ended by SIGKILL; `process_name` is its name in the message."""
     return OutOfMemoryError(f"{process_name} was killed; the kernel does that when memory is short")
 
 
 def record_failure(error: EdgeInferError, **build: str) -> None:
-    """Record a failed build, so that it is not repeated. Transient errors are not recorded.
+    """Record a failed build, so that no background build repeats it with the same inputs.
 
-    `build` has the fields of `Failure` that name the build.
+    `build` has the other fields of `Failure`: `name`, `model`, `depends_on`, `command`. An error that
+    may go away by itself, such as a full disk, is not recorded.
     """
     if not isinstance(error, _TRANSIENT):
         failure = Failure(message=error.message, at_s=time.time(), **build)
@@ -292,7 +306,7 @@ def forget_failure(name: str) -> None:
 
 
 def list_failures() -> list[Failure]:
-    """List this program's failed builds by snapshot name; leave out records that cannot be read."""
+    """List this installation's failed builds by snapshot name; skip records that cannot be read."""
     failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
         # another process may have removed the file, another version may have written it

@@ -29,8 +29,8 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """A running launch, or a background build: its command, and the memory of all its processes.
 
     `pid` is the launcher's or the build's; a build's `verb` is "warm". `private_bytes` is anonymous
-    memory, `shared_bytes` file-backed memory, which processes share. Each tuple has one entry for each
-    app that reports a value: latest prompt, replicas, GPU layers, snapshot that the app resumed from.
+    memory, `shared_bytes` file-backed memory, which processes share. `last_prompts`, `replicas`,
+    `layers` (on GPUs) and `snapshots` (names) have an entry for each app that has such a value.
     """
 
     pid: int
@@ -52,7 +52,10 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
-    """List this user's launches and builds, oldest first; with `everywhere`, of all data folders."""
+    """List this user's launches and builds, oldest first.
+
+    Processes that use none of this process's folders are included only with `everywhere`.
+    """
     parents, mine = _parents(), os.getpid()
     launches = []
     for pid in parents:
@@ -96,17 +99,17 @@ def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
 
 
 def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
-    """List the descriptions of the models that the apps below process `pid` have loaded."""
+    """List the descriptions of the models that apps among the descendants of `pid` have loaded."""
     return _loaded_by(_apps(_descendants(pid, _parents())))
 
 
 def has_loaded(pid: int, model: str) -> bool:
-    """Return whether an app below process `pid` has loaded this model."""
+    """Return whether an app among the descendants of `pid` has loaded this model."""
     return any(loaded.is_of(model) for loaded in loaded_below(pid))
 
 
 def shares_folders(pid: int) -> bool:
-    """Return whether process `pid` has the same data folders; True if /proc does not show them."""
+    """Return whether process `pid` uses one of this process's folders; True if /proc does not tell."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -30,7 +30,7 @@ from edgeinfer.snapshots.builder.criu_images import ImageMessage
 PAGE = mmap.PAGESIZE
 #: Shortest run of pages (bytes) that is mapped: CRIU reads a shorter run as fast as it would map one.
 SHORTEST_RUN_BYTES = 64 << 10
-#: Zeros are replaced by holes in blocks of this size (bytes).
+#: Size (bytes) of the blocks that become holes in `memory.img` if they have only zeros.
 BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _MODE = 0o100600
@@ -38,7 +38,10 @@ _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class Run(NamedTuple):
-    """Consecutive pages: address in memory, length (bytes), offset in the file, CRIU's page flags."""
+    """Consecutive pages in a dump. `start` is an address in memory, `length` is in bytes.
+
+    `offset` is the position in the file of pages, `flags` are CRIU's flags for these pages.
+    """
 
     start: int
     length: int
@@ -54,7 +57,10 @@ class Run(NamedTuple):
 
 
 class BakeResult(NamedTuple):
-    """Bytes of `memory.img`, of its disk space and of the pages left for CRIU; number of areas."""
+    """Size of `memory.img`, its disk space without holes, and the size of the pages that CRIU restores.
+
+    `mappings` is the number of memory areas in the rewritten images.
+    """
 
     memory_bytes: int
     disk_bytes: int
@@ -63,10 +69,10 @@ class BakeResult(NamedTuple):
 
 
 def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]) -> BakeResult:
-    """Bake the dump of process `pid` in `folder`; the dump's pages move to the new file `memory`.
+    """Rewrite the dump of process `pid` in `folder`, so that a restore maps its pages.
 
-    `progress` gets the finished fraction, 0 to 1. Raises DumpError for an unknown structure of the
-    images, OSError if the disk is full.
+    The pages are moved to the new file `memory`. `progress` gets the finished fraction, 0 to 1. Raises
+    DumpError if CRIU's images have an unknown structure, OSError if the disk is full.
     """
     pages = folder / "pages-1.img"
     runs = _runs(folder / f"pagemap-{pid}.img", pages.stat().st_size)
@@ -95,7 +101,8 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
             runs.append(Run(start, length, offset, flags))
         offset += length
     if offset != pages_bytes:
-        raise DumpError(f"CRIU lists {offset} bytes of pages in its pagemap, but wrote {pages_bytes}")
+        listed = f"CRIU's dump is incomplete: its list of pages has {offset} bytes"
+        raise DumpError(f"{listed}, but its file of pages has {pages_bytes}")
     return runs
 
 
@@ -183,7 +190,8 @@ class _Baker:
     def _cut(self, area: ImageMessage) -> Iterator[ImageMessage]:
         start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
         status = area.number(criu_images.AREA_STATUS)
-        # anonymous memory may omit pages of zeros; in a private file mapping they replace file content
+        # pages of zeros may be left out of anonymous memory, but not out of a private mapping of a
+        # file, in which the file's content would replace them
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
         address = start

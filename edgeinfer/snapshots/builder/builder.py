@@ -47,13 +47,18 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Message to the namespaces' init: report with which exit status the process to park has ended.
+#: Request from the builder to the init of the namespaces: the process to park has died, answer with its
+#: wait status.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The `inputs` of the snapshot to build, their digest `depends_on`, and which CRIU to use."""
+    """The `inputs` of the snapshot to build, and `inputs.depends_on` as it was before the load.
+
+    `criu` is the path of the criu binary, `version` its version, and `tier` (a key of
+    `criu.NAMESPACES`) says with which privileges it runs.
+    """
 
     inputs: SnapshotInputs
     depends_on: str
@@ -63,7 +68,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """One build in `folder`. `client` is the socket to the process that requested the build."""
+    """One build in `folder`. The process that requested the build gets its stages over `client`."""
 
     def __init__(self, client: socket.socket, folder: Path, request: BuildRequest) -> None:
         self._client = client
@@ -74,9 +79,10 @@ class Builder:
         self._wake_read, self._wake_write = os.pipe()
 
     def build(self) -> Details:
-        """Build the snapshot and make it visible.
+        """Build the snapshot. Launches can find it after the last step, which writes the manifest.
 
-        Raises DumpError, RestoreError, DiskFullError, SnapshotStaleError, and the errors of loading.
+        Raises DumpError, RestoreError, DiskFullError, SnapshotStaleError if a file has changed during
+        the build, and the errors of loading the model.
         """
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()
@@ -208,7 +214,8 @@ class Builder:
         keys |= {storage.QUANTIZATION: inputs.files.quantization}
         manifest.keys = fingerprint.machine_keys() | keys
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
-        # stamp the paths as the user typed them, too: a symlink may later point to another file
+        # `foreign` paths are resolved; a path that was typed is stamped, too, because a symlink in it
+        # may later point to another file
         named = request.inputs.stamps
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, *named, request.criu)}
         self._refuse_changed(stamps)
@@ -274,9 +281,9 @@ class Builder:
 def parked_environment() -> dict[str, str]:
     """Return the environment variables of the process to park; only PYTHONPATH is taken from the user.
 
-    The process has one malloc arena: glibc returns pages of further arenas to the kernel and expects
-    zeros there later, but a mapping of `memory.img` would show old content. numpy has one thread, since
-    a restore must create every thread again.
+    MALLOC_ARENA_MAX: glibc gives freed pages of additional arenas back to the kernel, and expects zeros
+    when it uses them again. After a resume, the old content of `memory.img` would be there.
+    OPENBLAS_NUM_THREADS: a restore would have to create each thread of numpy again.
     """
     sources = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     return sources | {
@@ -305,7 +312,10 @@ def _disk_full(folder: Path) -> DiskFullError | None:
 
 
 def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:
-    """Return the next `Payload`'s content; None if the peer ended. Raises the error in `Failed`."""
+    """Return the content of the next `Payload`; None if the process at the other end has ended.
+
+    `on_stage` gets each `Stage` message that comes first. Raises the error in a `Failed` message.
+    """
     while (received := messages.receive(link)) is not None:
         message = received[0]
         if isinstance(message, messages.Failed):
@@ -318,7 +328,7 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 
 def main() -> None:
-    """Build the snapshot that the BuildRequest on FD describes; delete the folder of a failed build."""
+    """Build the snapshot requested on the socket argv[1]; delete the folder of a failed build."""
     client, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     content = wait_for_payload(client, lambda _stage: None)
     if content is None:
@@ -336,7 +346,7 @@ def main() -> None:
 
 
 def wrong_files(folder: Path) -> list[str]:
-    """List the files of the snapshot, or mapped by it, whose SHA-256 has changed since the build.
+    """List the files whose SHA-256 has changed since the build: the snapshot's own, and mapped ones.
 
     Files are read from the disk, not from the page cache. Raises SnapshotStaleError,
     SnapshotUnsafeError, and SnapshotCorruptError for a damaged manifest.
@@ -355,7 +365,10 @@ def _digest_on_disk(path: Path) -> str:
 
 
 def computes_canary(folder: Path) -> bool:
-    """Resume the snapshot; return whether it computes the recorded canary. Raises RestoreError."""
+    """Resume the snapshot; return whether the canary (scores of fixed prompts) is as before the dump.
+
+    Raises RestoreError if the snapshot cannot be resumed.
+    """
     manifest = storage.read_manifest(str(folder))
     content = checks.ask_resumed_process(manifest, str(folder), "canary", criu.CHECK_LIMIT_S)
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
@@ -372,7 +385,7 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    # run the imported module: a class of `__main__` is not the class that other modules import
+    # not `main()` of `__main__`: its classes would differ from those that other modules import
     from edgeinfer.snapshots.builder import builder
 
     builder.main()

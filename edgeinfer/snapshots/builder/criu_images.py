@@ -18,8 +18,8 @@ BYTES = 2
 FIXED32 = 5
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
-#: Field numbers in messages: MM_ address space, AREA_ memory area, RUN_ run of pages, FILE_ open file,
-#: REG_ regular file, CORE_ task, THREAD_ scheduling of a thread.
+#: Field numbers. The prefix names the message: MM_ address space, AREA_ memory area, RUN_ run of pages,
+#: FILE_ open file, REG_ regular file, CORE_ task, THREAD_ scheduling of a thread.
 MM_AREAS = 14
 AREA_START = 1
 AREA_END = 2
@@ -48,7 +48,7 @@ THREAD_POLICY = 4
 THREAD_PRIORITY = 5
 #: Value of FILE_TYPE for a regular file.
 REGULAR_FILE = 1
-#: Flags in AREA_STATUS, then flags of mmap(2) in AREA_FLAGS.
+#: STATUS_: flags in the field AREA_STATUS. MAP_: flags of mmap(2) in the field AREA_FLAGS.
 STATUS_REGULAR = 1
 STATUS_VDSO = 1 << 3
 STATUS_FILE_PRIVATE = 1 << 6
@@ -67,7 +67,7 @@ class Field(NamedTuple):
 
 
 class ImageMessage(list[Field]):
-    """A protobuf message: its fields in order."""
+    """A protobuf message: the list of its fields, in the order of the file."""
 
     @classmethod
     def of(cls, values: Mapping[int, int | bytes]) -> ImageMessage:
@@ -115,7 +115,7 @@ class ImageMessage(list[Field]):
         return [ImageMessage.decode(value) for n, _, value in self if n == field]
 
     def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:
-        """Return a copy with these values; fields that were absent are appended."""
+        """Return a copy with these values (by field number); absent fields are appended."""
         fields = [field._replace(value=values.get(field.number, field.value)) for field in self]
         numbers = {field.number for field in self}
         for number, value in values.items():
@@ -124,7 +124,7 @@ class ImageMessage(list[Field]):
         return ImageMessage(fields)
 
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
-        """Return a copy whose repeated `field` consists of `parts`; the field moves to the end."""
+        """Return a copy in which `parts`, put at the end, replace all fields with number `field`."""
         remaining = [element for element in self if element.number != field]
         return ImageMessage([*remaining, *(Field(field, BYTES, m.encode()) for m in parts)])
 

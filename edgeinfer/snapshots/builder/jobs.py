@@ -47,7 +47,8 @@ from edgeinfer.units import format_bytes
 
 #: Stage name while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: Locks of builds at low priority: at any time one such build may run and one may wait.
+#: Files that are locked by the build at low priority that runs, and by the background build that waits
+#: for its end. A second background build would not wait, but end at once.
 BACKGROUND_LOCK, _WAITING_LOCK = ".auto-warm.lock", ".auto-warm.waiting.lock"
 #: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
 _NEED_BYTES = 400 << 20
@@ -55,11 +56,11 @@ _BUILDER = "edgeinfer.snapshots.builder.builder"
 
 
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: LoadProgress) -> Details:
-    """Build a snapshot, then delete older ones of that name; processes resumed from those continue.
+    """Build a snapshot, then delete its older builds; processes that were resumed from them continue.
 
-    Ends a background build of the same snapshot, because at idle priority it could take minutes. Raises
-    SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError, RestoreError, and the
-    errors of loading a model.
+    A background build of the same snapshot is ended first, because at idle priority it could take
+    minutes. Raises SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError,
+    RestoreError, and the errors of loading a model.
     """
     probed, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
@@ -100,7 +101,7 @@ def _build_in_new_folder(
             return run_builder(folder, request, progress)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        # a failure is recorded for the main model, so a draft model's failure to load is left out
+        # the record would name the main model, so a draft model's failure to load is not recorded
         is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
         if isinstance(error, EdgeInferError) and not is_of_draft:
             registry.record_failure(
@@ -123,7 +124,7 @@ def refuse_full(root: Path, name: str, need_bytes: int) -> None:
 
 
 def being_built() -> list[str]:
-    """List the names of this program's snapshots that any process is building now."""
+    """List the names of this installation's snapshots that some process is building now."""
     suffix = f"-{fingerprint.program_tag()}.lock"
     locks = sorted(paths.snapshots_dir().glob(f".*{suffix}"))
     return [path.name[1 : -len(suffix)] for path in locks if is_locked(path)]
@@ -145,7 +146,7 @@ def _end_background(lock: Path) -> bool:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove the folders of killed builds: those without a manifest that no process has locked."""
+    """Remove the folders of killed builds: they have no manifest, and no process has locked them."""
     for folder in root.iterdir():
         if storage.SEPARATOR not in folder.name or (folder / storage.MANIFEST).exists():
             continue
@@ -154,7 +155,10 @@ def remove_unfinished(root: Path) -> None:
 
 
 def run_builder(folder: Path, request: BuildRequest, progress: LoadProgress) -> Details:
-    """Run a builder in the locked `folder`; return its result. Raises its error, or SnapshotError."""
+    """Run a builder process in `folder`, which the caller has locked; return the snapshot's details.
+
+    Raises the error that the builder reports; SnapshotError or OutOfMemoryError if the builder dies.
+    """
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"
@@ -196,10 +200,10 @@ def take(
 ) -> tuple[Details, bool]:
     """Build a snapshot with the model and options of a running process (`description`).
 
-    If `given_name` is "", the snapshot gets the name of the one that the process was resumed from.
-    Returns the details, and whether a snapshot was built (not if an equal one existed). Builds run
-    at the lowest priority, one at a time. Raises SnapshotStaleError if a file has changed since the
-    process loaded it, and the errors of `build`.
+    Returns the snapshot's details, and whether it was built now: if an equal one exists, nothing is
+    built. If `given_name` is "", the name of the snapshot from which the process was resumed is used.
+    This process gets the lowest priority, and waits for other builds at low priority. Raises
+    SnapshotStaleError if a file has changed since the process loaded it, and the errors of `build`.
     """
     process.use_lowest_priority()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
@@ -238,7 +242,7 @@ def _find_same(inputs: SnapshotInputs) -> Details | None:
 
 
 def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
-    """Return why a background build of this snapshot would be useless; "" if it is useful."""
+    """Return why a background build of this snapshot would fail or is not needed; "" otherwise."""
     if not config.snapshots.auto_warm:
         return builds.SWITCHED_OFF
     probed = criu.probe()
@@ -257,7 +261,7 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
 
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
-    """Build the snapshot unless there is a `reason_not_to_build`; return the line for the log."""
+    """Build the snapshot unless there is a `reason_not_to_build`; return the outcome for the log."""
     host, files = EngineHost(), ModelFiles(name=model, paths=())
     inputs = SnapshotInputs(model=model, files=files, options=options)
     try:
@@ -276,9 +280,10 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
 
 
 def main() -> None:
-    """Run one background build at idle priority, after the build that runs now.
+    """Run one background build at idle priority; if another build at low priority runs, wait for it.
 
-    If another build is waiting already, exit: a later cold start requests this snapshot again.
+    If another build is waiting already, this process exits: a later cold start will request its
+    snapshot again.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

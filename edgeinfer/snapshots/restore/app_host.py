@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from edgeinfer.workers.remote_engine import RemoteEngine
 
 
-#: Idle time (s) after which a cold chat or endpoint requests the snapshot that it lacked, and the
-#: interval (s) of the checks for idleness.
+#: Idle time (s) after which a chat or endpoint that started cold requests a snapshot for later starts,
+#: and interval (s) of the checks for idleness.
 _IDLE_S, _CHECK_S = 15.0, 3.0
 CANARY_TOKENS = 4
 _CANARY_PROMPTS = (
@@ -66,9 +66,10 @@ STEP_BYTES = 2 << 20
 
 
 class LoadedModel:
-    """A loaded engine, and the description of the load.
+    """A loaded engine, and the description of its load.
 
-    `droppable` is the memory that `app_process.reseed` clears, `weights` the mapped model files.
+    `droppable` are the memory ranges that `app_process.reseed` clears, `weights` the areas of memory to
+    which the model files are mapped.
     """
 
     def __init__(self, engine: LlamaEngine, description: ProcessDescription) -> None:
@@ -83,24 +84,34 @@ class LoadedModel:
     def is_open(self) -> bool:
         return self.engine.is_open
 
-    def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
-        """Return whether the engine fits a launch; one that `named` the snapshot may omit options."""
+    def serves(self, model: str, options: LoadOptions, *, is_named: bool = False) -> bool:
+        """Return whether the engine has this model and these options.
+
+        If the launch names the snapshot (`is_named`), an option that the launch leaves at its default
+        may have had any value.
+        """
         if not self.is_open or model != self.model:
             return False
         requested = snapshot_options(self.description.options)
         actual = chosen_values(self.engine)
-        return not first_difference(snapshot_options(options), requested, actual, is_named=named)
+        return not first_difference(snapshot_options(options), requested, actual, is_named=is_named)
 
     def engine_for(self, options: LoadOptions) -> LlamaEngine:
-        """Return the engine, set to the number of threads in `options`. Raises EngineClosedError."""
+        """Return the engine, set to the number of threads in `options` unless that is 0.
+
+        Raises EngineClosedError if the engine was closed.
+        """
         if not self.is_open:
-            raise EngineClosedError("the resumed engine was closed")
+            raise EngineClosedError(f"the engine of {self.model} was closed")
         if options.n_threads:
             self.engine.resume(options.n_threads, self._entropy)
         return self.engine
 
     def resume(self, entropy: bytes) -> None:
-        """Let the engine run again, with new entropy and a thread for each core of this launch."""
+        """Start the engine's threads again, one for each core, and read uncached weights ahead.
+
+        The random bytes `entropy` seed the samplers.
+        """
         from edgeinfer.runtime.memory_plan import choose_threads  # imported before parking
 
         self._entropy = entropy
@@ -108,7 +119,10 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Return log-probabilities, embeddings or scores of fixed prompts: equal after each resume."""
+        """Return token scores, embeddings or rerank scores of fixed prompts (msgpack).
+
+        If a resume is correct, the bytes are equal to those from before the dump.
+        """
         info = self.engine.info
         if info.can_rerank:
             return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPTS[0], _CANARY_PROMPTS[1:]))
@@ -130,7 +144,7 @@ class LoadedModel:
 
 
 def chosen_values(engine: Engine) -> dict[str, str]:
-    """Return the values that the load chose for the options that select a snapshot, by option."""
+    """Return option → value with which `engine` was loaded, for options that select a snapshot."""
     info = engine.info
     chosen = {name: str(choice.value) for name, choice in info.choices.items()}
     sizes = {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
@@ -138,7 +152,10 @@ def chosen_values(engine: Engine) -> dict[str, str]:
 
 
 def start_prefetch(mapped: list[Area]) -> None:
-    """Read the uncached parts of the mapped files in a thread, if all files fit into free memory."""
+    """Read the mapped files into the page cache in a thread, if they all fit into free memory.
+
+    Files that are cached already are not read.
+    """
     cold = []
     with contextlib.suppress(OSError):  # without a prefetch, page faults read the file
         cold = [area for area in mapped if is_cold(area.path)]
@@ -155,7 +172,7 @@ def _read_all(cold: list[Area]) -> None:
 
 
 def read_ahead(area: Area) -> int:
-    """Read the uncached pages of an area from its file; return the number of bytes. Raises OSError."""
+    """Read the uncached pages of an area from its file; return the bytes read. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
     stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:
@@ -167,7 +184,10 @@ def read_ahead(area: Area) -> int:
 
 
 class AppHost(EngineHost):
-    """The host of an app. A process resumed with one model loads other models in worker processes."""
+    """The host of an app: it gives the verb its engines.
+
+    A process that was resumed with one model starts a worker process for each other model.
+    """
 
     def __init__(
         self,
@@ -182,7 +202,7 @@ class AppHost(EngineHost):
         self._link = link
         self._request = request
         self._is_worker = request.role == "worker"
-        #: `run` and `batch` end soon: they request a snapshot only if the same options are used twice.
+        #: False for `run` and `batch`: they request a snapshot only if the same options are used twice.
         self._long_lived = self._is_worker or request.argv[0] in ("chat", "serve")
         # a chat shows the reason of a cold start in its status line; a worker sends it to its client,
         # because its stderr may be the terminal on which a chat draws
@@ -198,7 +218,10 @@ class AppHost(EngineHost):
 
     @property
     def config(self) -> Config:
-        """Configuration; if the launch named a snapshot, with that snapshot's model and options."""
+        """The user's configuration. Raises ConfigError.
+
+        If the launch named a snapshot, that snapshot's model is the default, and `[load]` is ignored.
+        """
         config = super().config
         if self._named:
             config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
@@ -212,9 +235,9 @@ class AppHost(EngineHost):
     def files(
         self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
     ) -> ModelFiles:
-        """Return the files of a model; the launcher has compared those of the resumed one.
+        """Return the files of a model. Raises the errors of `EngineHost.files`.
 
-        Raises what `EngineHost.files` raises.
+        The resumed model's files are not checked again, because the launcher has compared them.
         """
         if self._loaded is not None and model == self.loaded_model:
             return self._loaded.description.files
@@ -223,10 +246,10 @@ class AppHost(EngineHost):
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Return an engine for a model: the resumed one if it fits, otherwise a worker's.
+        """Return an engine for a model: the resumed engine if it fits, otherwise that of a new worker.
 
-        A cold process loads the model itself. Raises the errors of loading, and EngineClosedError if
-        the worker ends while it starts.
+        A process that started cold loads the model itself. Raises the errors of loading, UsageError if
+        the launch named a snapshot of another model, EngineClosedError if the worker ends too early.
         """
         self._note_stage("load")
         # the name of the resumed model needs no lookup, so the catalogue is not imported
@@ -235,9 +258,11 @@ class AppHost(EngineHost):
 
             model = resolve(model)
         name = model if isinstance(model, str) else model.name
-        is_served = self._loaded is not None and self._loaded.serves(name, options, named=self._named)
+        is_served = self._loaded is not None and self._loaded.serves(
+            name, options, is_named=self._named
+        )
         if self._is_worker and self._loaded is not None and not is_served:
-            # a worker must load the model itself: a second worker would resume the same unfit snapshot
+            # a worker loads the model itself: a second worker would resume the same unfit snapshot
             self._loaded.engine.close()
             self._loaded = None
             reason = f"the snapshot does not serve {name}"
@@ -325,7 +350,10 @@ class AppHost(EngineHost):
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Let the launcher run `snapshots take` for this process. Raises the launcher's error."""
+        """Let the launcher run `snapshots take` for this process, and wait for the end.
+
+        Raises the error that the command prints, DumpError if it ends without one.
+        """
         arguments = (f"--model={model}", f"--name={name}")
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:
@@ -341,7 +369,7 @@ class AppHost(EngineHost):
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
     ) -> RemoteEngine:
-        """Start a process with an engine for `model`, resumed if possible; `close` ends the process.
+        """Start a process with an engine for `model`, resumed if possible; closing the engine ends it.
 
         Raises the errors of loading, and EngineClosedError if the process ends before it is ready.
         """
@@ -354,7 +382,8 @@ class AppHost(EngineHost):
             messages.send(self._link, request)
             received = messages.receive(self._link)
         if received is None:
-            raise EngineClosedError("the launcher has ended")
+            problem = f"no process can be started for {model}: edgeinfer's launcher process has ended"
+            raise EngineClosedError(problem)
         answer, fds = received
         if isinstance(answer, messages.Failed):
             raise from_fields(answer.error)
@@ -372,7 +401,10 @@ class AppHost(EngineHost):
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Let the launcher run `edgeinfer warm`, and wait. Raises the errors of `follow_build`."""
+        """Let the launcher run `edgeinfer warm`, and wait for the end.
+
+        Raises InterruptedByUser after `cancel` was set, otherwise the error that the command prints.
+        """
         output = self._tell_with_pipe(messages.WarmNow(argv=warm_argv(model, options)))
         follow_build(model, output, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
@@ -435,14 +467,20 @@ def _call_when_idle(engine: Engine, action: Callable[[], None]) -> None:
 
 
 class BuildEnd(msgspec.Struct, frozen=True):
-    """The last output of `warm` and `snapshots take`, which is JSON: a result, or an error's fields."""
+    """The last JSON line that `warm` or `snapshots take` prints.
+
+    `error` has the fields of `errors.to_fields` if `result` is None.
+    """
 
     result: dict[str, Any] | None = None
     error: dict[str, str] = {}
 
 
 def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
-    """Read a build's output to its end, each line as a stage; close it; return the end or DumpError."""
+    """Read a build's output (a descriptor) to its end, and close it; return the last JSON line.
+
+    `progress` gets each other line as a stage. Without JSON, the returned error is a DumpError.
+    """
     last = "the build ended without a message"
     outcome = None
     with open(output, encoding="utf-8", errors="replace") as lines:
@@ -470,9 +508,10 @@ def follow_build(
     cancel: threading.Event | None,
     stop: Callable[[], None],
 ) -> None:
-    """Read the output of `edgeinfer warm` to its end; call `stop` once `cancel` is set.
+    """Read the output of `edgeinfer warm` (a descriptor) to its end; call `stop` once `cancel` is set.
 
-    Raises the error in the output (DumpError without one), InterruptedByUser after a cancellation.
+    Raises InterruptedByUser after a cancellation, otherwise the error in the output; DumpError if the
+    output has neither a result nor an error.
     """
     from edgeinfer.models.progress import Job  # slow import: only the model picker follows a build
 

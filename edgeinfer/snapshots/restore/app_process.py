@@ -47,7 +47,11 @@ def run_app(
     loaded: LoadedModel | None,
     resumed_ns: int,
 ) -> NoReturn:
-    """Run a launch request, then exit. `received` is None if the launcher has ended."""
+    """Run a launch request, then exit with the exit code of its verb.
+
+    `received` is the request with its descriptors, None if the launcher has ended. `loaded` is the
+    resumed model, None in a cold app. `resumed_ns` is when this process began to run (monotonic).
+    """
     if received is None:
         os._exit(125)
     request, fds = received
@@ -166,7 +170,10 @@ def _flush() -> None:
 
 
 def droppable_ranges(smaps: str) -> list[Range]:
-    """Return the ranges that /proc/PID/smaps marks `dp`: glibc >= 2.41 has getrandom's state there."""
+    """Return the memory ranges that `smaps`, the text of /proc/PID/smaps, marks `dp` (droppable).
+
+    glibc >= 2.41 has the state of its `getrandom` there.
+    """
     ranges: list[Range] = []
     current = Range(0, 0)
     for line in smaps.splitlines():
@@ -185,13 +192,19 @@ def read_droppable_ranges() -> list[Range]:
 
 
 def clear_random_state(ranges: list[Range]) -> None:
-    """Drop the pages of random states before a dump and after a restore; CRIU 4.1 would copy them."""
+    """Clear the states of random generators in `ranges`, before a dump and after a restore.
+
+    Otherwise CRIU 4.1 would copy the states to each resumed process.
+    """
     for low, high in ranges:
         linux.forget_pages(low, high - low)
 
 
 def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
-    """Reseed all randomness from the kernel and the launcher's `entropy`; return bytes for samplers."""
+    """Reseed each source of randomness from the kernel and the launcher's `entropy`.
+
+    The random states in `ranges` are cleared. Returns the random bytes that seed the samplers.
+    """
     clear_random_state(ranges)
     seed = linux.getrandom(64) + entropy
     ssl.RAND_add(seed, 64.0)
@@ -264,7 +277,7 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    # run the imported module: a class of `__main__` is not the class that other modules import
+    # not `main()` of `__main__`: its classes would differ from those that other modules import
     from edgeinfer.snapshots.restore import app_process
 
     app_process.main()

@@ -29,9 +29,10 @@ _SAMPLED_TOKENS = 12
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a resumed process: `random` has a value from each source of randomness.
+    """Facts about a resumed process. `random` has a value from each source of randomness, by its name.
 
-    The other fields show what the process adopted from its launch request.
+    `modules` are the names of the imported modules. All other fields show what the process adopted
+    from its launch request.
     """
 
     random: dict[str, str]
@@ -90,7 +91,11 @@ def _sample(loaded: LoadedModel) -> str:
 def ask_resumed_process(
     manifest: Manifest, folder: str, role: str, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
-    """Resume a snapshot in the role "canary" or "facts"; return its result. Raises RestoreError."""
+    """Resume the snapshot in `folder` in the role "canary" or "facts" (`LaunchRequest`).
+
+    Returns the result of the role. Raises RestoreError if the snapshot cannot be resumed in `limit_s`
+    seconds.
+    """
     now = time.monotonic_ns()
     request = LaunchRequest(role=role, entropy=os.urandom(64), how="resumed")
     request.exec_ns = request.main_ns = request.spawn_ns = now

@@ -40,10 +40,11 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 def export(
     folder: Path, store: ImageStore, progress: Callable[[str, float | None], None]
 ) -> ExportResult:
-    """Export the snapshot in `folder` to `store`. Raises the store's errors.
+    """Export the snapshot in `folder` to `store`: a signed description, and the model's files.
 
-    Raises SnapshotStaleError if this machine cannot resume the snapshot, SnapshotError if no other
-    machine can build it.
+    `progress` gets the stage "write" and its fraction. Raises SnapshotStaleError if this machine cannot
+    resume the snapshot, SnapshotError if no other machine can build it, and the errors of `store`, such
+    as DiskFullError.
     """
     key = signing.own_key(make=True)
     assert key is not None
@@ -70,7 +71,10 @@ def export(
 
 
 def describe(manifest: storage.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
-    """Return a snapshot's description and files by digest. Raises SnapshotError if not portable."""
+    """Return the description of a snapshot with this system prompt, and digest → path of its files.
+
+    Raises SnapshotError if another machine could not build the snapshot.
+    """
     ref, pulled = _find_pulled(manifest.model)
     loaded = ref.files(draft=manifest.requested.get(DRAFT.field, ""))
     paths = list(pulled.paths)
@@ -128,6 +132,7 @@ def _refuse_others(manifest: storage.Manifest, paths: list[Path], lora: str) -> 
     ggufs = [path for path in manifest.files if path.endswith(".gguf")]
     if undescribed := [os.path.basename(path) for path in ggufs if path not in described]:
         made_with = f"{manifest.name} was made with {', '.join(undescribed)}"
-        problem = f"{made_with}, which your models.toml names"
-        hint = f"build one with {LORA.flag}: `edgeinfer warm {manifest.model} {LORA.flag} {lora}`"
-        raise SnapshotError(f"{problem}: another machine has a different models.toml", hint=hint)
+        problem = f"{made_with}, which only the models.toml of this machine names"
+        command = f"`edgeinfer warm {manifest.model} {LORA.flag} {lora}`"
+        hint = f"name adapters on the command line, then export that snapshot: {command}"
+        raise SnapshotError(problem, hint=hint)

@@ -45,10 +45,10 @@ class ImageStore(Protocol):
     def manifest_content(self) -> bytes: ...
 
     def read_blob(self, digest: str, size: int, /) -> bytes:
-        """Return the content of a blob of at most `MAX_BYTES`, not yet verified."""
+        """Return the content of a blob of at most `MAX_BYTES`. The caller verifies its digest."""
 
     def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
-        """Write a blob to a file in `folder`, not yet verified; return its path."""
+        """Write a blob to a new file in `folder`; return the path. The caller verifies its digest."""
 
     def has_blob(self, digest: str, size: int) -> bool: ...
 
@@ -127,7 +127,10 @@ def layers(description: SnapshotDescription) -> list[Descriptor]:
 
 
 def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, bytes]:
-    """Return the image's config and signed manifest (JSON); equal inputs give equal bytes."""
+    """Return an image's config, and its manifest with the signature of the config (both JSON).
+
+    Equal inputs give equal bytes.
+    """
     machine = os.uname().machine
     blobs = layers(description)
     config = msgspec.json.encode(

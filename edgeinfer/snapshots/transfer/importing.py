@@ -45,11 +45,12 @@ _MISFIT = "the snapshot does not fit this machine"
 def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress) -> tuple[Details, str]:
     """Build the snapshot that an image describes; return its details and the signer's fingerprint.
 
-    Raises SnapshotCorruptError, SnapshotUntrustedError, DiskFullError, SnapshotStaleError if a name in
-    the image means another file on this machine, and the errors of pulling and building.
+    Files that this machine lacks are fetched from the image. Raises SnapshotUntrustedError,
+    SnapshotCorruptError, DiskFullError, SnapshotStaleError if this machine has other files under the
+    name of the model or of an adapter, and the errors of pulling and building.
     """
     description, public = read_signed(image)
-    signer = signing.refuse_unknown(public)
+    signer = signing.trusted_fingerprint(public)
     _refuse_other_options(description)
     _store_files(image, description, progress)
     model, requested = description.model, description.requested

@@ -41,7 +41,10 @@ class Layout:
         self.folder = folder
 
     def manifest_content(self) -> bytes:
-        """Return the manifest if its digest fits. Raises SnapshotMissingError, SnapshotCorruptError."""
+        """Return the manifest, whose digest is compared with the index.
+
+        Raises SnapshotMissingError if there is no index, SnapshotCorruptError if a file is invalid.
+        """
         path = self.folder / "index.json"
         try:
             content = _read(path)
@@ -84,7 +87,7 @@ class Layout:
         return self.blob(digest).exists()
 
     def put_blob(self, digest: str, _size: int, chunks: Iterator[bytes]) -> None:
-        """Write a blob. Raises DiskFullError."""
+        """Write the `chunks` of a blob to its file. Raises DiskFullError."""
         self.blob(digest).parent.mkdir(parents=True, exist_ok=True)
         with durable_file(self.blob(digest)) as file:
             for chunk in chunks:

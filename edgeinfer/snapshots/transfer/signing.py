@@ -21,9 +21,10 @@ SIGNERS = "snapshot-signers"
 
 
 def own_key(*, make: bool) -> SigningKey | None:
-    """Return this user's private key. If there is none, create one (`make`) or return None.
+    """Return this user's private key. If there is none, create one if `make`, otherwise return None.
 
-    Raises SnapshotUnsafeError if others can read the file, SnapshotUntrustedError if it has no key.
+    Raises SnapshotUnsafeError if other users can read the key's file, SnapshotUntrustedError if the
+    file has no valid key.
     """
     text = _read_private(PRIVATE_KEY)
     if not text:
@@ -87,8 +88,11 @@ def _write_signers(signers: dict[str, str]) -> None:
     _write_private(SIGNERS, "".join(f"{signer} {day}\n" for signer, day in signers.items()))
 
 
-def refuse_unknown(public: bytes) -> str:
-    """Return a key's fingerprint. Raises SnapshotUntrustedError if it is neither trusted nor own."""
+def trusted_fingerprint(public: bytes) -> str:
+    """Return the fingerprint of a key. Raises SnapshotUntrustedError unless the user trusts the key.
+
+    The user's own key is trusted.
+    """
     signer = fingerprint(public)
     own_signer = own_key(make=False)
     if signer not in trusted_keys() and (own_signer is None or own_signer.fingerprint != signer):
