@@ -29,7 +29,7 @@ def main() -> int:
     from edgeinfer.launcher.argv import LAUNCH_VERBS, CommandLine, with_verb
     from edgeinfer.platform import process
 
-    # the process has hardly waited yet, so the time since its exec is its CPU time
+    # the process has hardly waited yet, so its CPU time is about the time since its exec
     exec_ns = main_ns - time.process_time_ns()
     process.open_missing_streams()
     argv = with_verb(sys.argv[1:])

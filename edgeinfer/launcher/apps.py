@@ -22,8 +22,9 @@ from edgeinfer.snapshot_format import storage
 class LaunchedApp:
     """A running app with its supervisor and its link.
 
-    `fds` are the descriptors of the launch request, kept for a cold start after a failed restore.
-    `report` is the incomplete last line of the supervisor. `is_stopped`: a signal suspended the app.
+    `fds` are the descriptors of the launch request. They stay open for a cold start after a failed
+    restore. `report` is the part that has arrived of the supervisor's next line. `is_stopped` is True
+    while a signal such as SIGTSTP suspends the app.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class LaunchedApp:
         self.is_stopped = False
 
     def signal(self, number: int) -> None:
-        """Let the supervisor send the app a signal; if the app has ended, do nothing."""
+        """Send the app a signal through its supervisor; do nothing if the app has ended."""
         process.quietly(os.kill, self.supervisor.pid, number)
 
 
 class Apps:
-    """Starts apps, polls them, and drops those that have ended.
+    """Starts apps, and registers their descriptors with the launcher's `poll`.
 
-    `running` lists the apps, oldest first. `choice` says which snapshot the verb's app needs. `fds`
-    are the descriptors of the verb's app: 0, 1, 2 and listening sockets.
+    `running` lists the apps, oldest first. `choice` says which snapshot fits the verb's app, and `fds`
+    are the descriptors for that app: 0, 1, 2 and listening sockets.
     """
 
     choice: selection.LaunchChoice
@@ -60,15 +61,16 @@ class Apps:
         self._main_ns = main_ns
 
     def measure_from_now(self) -> None:
-        """Measure the next app's launch from now, not from the exec of this process, long ago."""
+        """Count the next app's start-up time from now instead of from the exec of this process."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
     def start(
         self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]
     ) -> LaunchedApp:
-        """Start an app: resumed if `choice` allows it and a snapshot fits, otherwise cold.
+        """Start an app: resumed if `choice` allows that and a snapshot fits, otherwise cold.
 
-        With `--resume=always`, raises an error such as SnapshotMissingError instead of starting cold.
+        If `choice.resume` is "always", the reason why no snapshot can be resumed is raised instead of a
+        cold start, for example SnapshotMissingError.
         """
         if choice.resume == "never":
             reason = EdgeInferError("you asked for a cold start (--resume=never)")
@@ -91,7 +93,10 @@ class Apps:
         return self.start(self.choice, request, self.fds)
 
     def start_worker(self, app: LaunchedApp, message: messages.StartWorker) -> None:
-        """Start a worker; send `app` the socket to the worker, or the error if none can be started."""
+        """Start a worker, a process with an engine, and send `app` the socket to it.
+
+        If the worker cannot be started, `app` gets the error in a `Failed` message.
+        """
         resume = "auto" if self.choice.snapshot else self.choice.resume
         choice = selection.LaunchChoice(message.model, message.requested, resume)
         request = LaunchRequest(role="worker", model=message.model, options=message.options)
@@ -121,7 +126,7 @@ class Apps:
         request: LaunchRequest,
         fds: list[int],
     ) -> LaunchedApp:
-        """Start restoring an app from the snapshot in `folder`; do not wait. Raises OSError."""
+        """Start to restore an app from the snapshot in `folder`, but do not wait. Raises OSError."""
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", choice.warm_hint
         request.spawn_ns = time.monotonic_ns()
@@ -133,7 +138,10 @@ class Apps:
     def start_cold(
         self, request: LaunchRequest, fds: list[int], error: EdgeInferError, hint: str = ""
     ) -> LaunchedApp:
-        """Start an app that loads its model; with a `hint`, the app prints why it starts cold."""
+        """Start an app that loads its model. `error` is the reason why no snapshot is resumed.
+
+        If there is a `hint`, the app prints reason and hint.
+        """
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = error.message, hint
         request.spawn_ns = time.monotonic_ns()
@@ -142,7 +150,7 @@ class Apps:
         return app
 
     def close_sent_descriptors(self, app: LaunchedApp) -> None:
-        """Close a worker's sockets once they are sent; a verb's sockets are kept for its next app."""
+        """Close the sockets that were sent to a worker; those of a verb are needed for its restart."""
         if app.request.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
@@ -168,7 +176,7 @@ class Apps:
         users = _open_user_lookup() if serves and request.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())
-        # a failure means that the app has ended, which the supervisor reports
+        # sending fails only if the app has ended; in this case, the supervisor reports the end
         process.quietly(messages.send, app.link, request, fds)
         return app
 

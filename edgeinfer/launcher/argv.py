@@ -28,8 +28,9 @@ def options_and_words(
 ) -> tuple[list[str], list[str]]:
     """Separate a command line into options, each followed by its value, and positional words.
 
-    `["-n", "5", "hi", "--x=1"]` gives `["-n", "5", "--x=1"]` and `["hi"]`. All words after `--` are
-    positional. An option directly before another option gets no value; argparse refuses it later.
+    `["-n", "5", "hi", "--x=1"]` gives `["-n", "5", "--x=1"]` and `["hi"]`. Options in `switches` take
+    no value. All words after `--` are positional. If an option that takes a value is directly before
+    another option, its value is missing; argparse refuses that later.
     """
     options: list[str] = []
     positional: list[str] = []
@@ -93,5 +94,5 @@ class CommandLine:
 
     @property
     def named_model(self) -> str:
-        """`first_word` if it must name a model; "" if it may also be a prompt."""
+        """`first_word` if it must name a model; "" if it may be a prompt, as in `run WORD`."""
         return self.first_word if len(self._positionals) > LAUNCH_VERBS[self.verb] else ""

@@ -16,7 +16,7 @@ JOBS = "edgeinfer.snapshots.builder.jobs"
 #: Log file in the state directory; a line says that a background build succeeded, or why it did not.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
-#: Reasons why a background build has nothing to do; these do not count as failures.
+#: Reasons why a background build has nothing to do. In the log, they do not count as failures.
 ALREADY_BUILT, BEING_BUILT = "it is already built", "another process is building it"
 SWITCHED_OFF = "switched off (snapshots.auto-warm)"
 #: Separators in the log's line of a failed build: NAME: not built: REASON; again: COMMAND.
@@ -49,7 +49,7 @@ class Builds:
             self.watch(detach(JOBS, model, options))
 
     def watch(self, pid: int) -> None:
-        """Let `poll` report when a build ends, so that `has_ended` can reap it."""
+        """Let the launcher's poll report the end of the build `pid`, so that `has_ended` reaps it."""
         try:
             fd = os.pidfd_open(pid)
         except OSError:  # kernels before 5.3 have no pidfd
@@ -68,12 +68,15 @@ class Builds:
         return True
 
     def start_warm(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer warm` outside the app's namespaces; `fds[0]` gets stdout and stderr."""
+        """Start `edgeinfer warm` with `argv` outside the app's namespaces, after `stop_warm`.
+
+        `fds[0]` gets the command's stdout and stderr. All `fds` are closed in this process.
+        """
         self.stop_warm()
         self._warm_pid = _start(["warm", *argv], fds, (1, 2))
 
     def start_take(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer snapshots take` for this launch; `fds[0]` gets its stdout (JSON)."""
+        """Start `edgeinfer snapshots take` with `argv` for this launch; `fds[0]` gets stdout (JSON)."""
         command = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
         self.watch(_start([*command, *argv], fds, (1,)))
 
@@ -155,7 +158,10 @@ def _read_log() -> str:
 
 
 def log(text: str) -> None:
-    """Add a line to the log; first rename a log over 256 KiB to auto-warm.old.log. Raises OSError."""
+    """Add a line to the log; a log over 256 KiB is first renamed to auto-warm.old.log.
+
+    Raises OSError, and SnapshotUnsafeError if other users can access the log's folder.
+    """
     path = log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)

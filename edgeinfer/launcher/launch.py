@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 #: Pause (s) before `serve` starts its app again, by the number of consecutive crashes.
 _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: After an app has run this long (s), its crash counts as the first again.
+#: If an app has run longer than this (s), its crash counts as the first: the next app starts at once.
 _HEALTHY_S = 60.0
 #: Signals by which a user ends a process. An app that such a signal ended is not restarted.
 _ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
-#: Exit code after an unexpected exception (`cli.main`). `serve` then starts its app again, unless the
-#: first app failed within `_HEALTHY_S`: every later app would fail in the same way.
+#: Exit code after an unexpected exception (`cli.main`). `serve` restarts an app that ends with it, but
+#: not if the first app does so within `_HEALTHY_S`: later apps would fail in the same way.
 _UNEXPECTED = 70
 
 
@@ -49,7 +49,7 @@ class Launcher:
         self._builds = builds.Builds(self._poll)
 
     def run(self) -> NoReturn:
-        """Start the app and handle messages until it ends; this process then exits."""
+        """Start the app and handle messages until the app ends; then exit with its exit code."""
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self._line.verb == "serve":
@@ -78,7 +78,7 @@ class Launcher:
     # --- running
 
     def _handle_events(self) -> None:
-        # a copy: an app started in this loop may reuse a descriptor for which poll reported another app
+        # a copy, without apps that this loop starts: one may reuse a descriptor that poll has reported
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):
@@ -224,8 +224,9 @@ class Launcher:
 def listen(line: CommandLine) -> list[int]:
     """Listen for `serve` before the model is loaded, so that clients can connect and wait.
 
-    Return the descriptors, without addresses that cannot be bound: the app tries those again and
-    reports the error. Raises ServeError if systemd passes unusable sockets.
+    Returns the listening sockets' descriptors. If an address cannot be bound, the socket is missing:
+    the app tries to bind the address again and reports the error. Raises ServeError if a socket passed
+    by systemd does not listen.
     """
     from edgeinfer.platform import listening  # only `serve` needs this import
 

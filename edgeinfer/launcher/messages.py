@@ -34,7 +34,7 @@ _kinds: dict[str, type[LauncherMessage]] = {}
 
 @dataclass_transform(kw_only_default=True)
 class LauncherMessage:
-    """Base of all messages: a subclass's annotations are its fields, all keyword arguments."""
+    """Base of all messages. Each annotation of a subclass is a field, and a keyword argument."""
 
     def __init_subclass__(cls) -> None:
         _kinds[cls.__name__] = cls
@@ -49,12 +49,13 @@ class LauncherMessage:
 
 
 class LaunchRequest(LauncherMessage):
-    """Launcher to app: the role to run in, its environment, and the history of this launch.
+    """Launcher to app: the role to run in, the process environment to adopt, and how the app started.
 
     `role` is "verb" (run `argv`), "worker" (serve an engine for `model` with `options`, LoadOptions in
     JSON), "canary" (compute the canary) or "facts" (report the state of the process). The descriptors
     are 0, 1 and 2; for a verb also its listening sockets and a netlink socket, for a worker the socket
-    to its client. Times (monotonic, ns): the launcher's exec and main, and the start of the app.
+    to its client. `exec_ns` is when the launcher was executed, `main_ns` when its `main` began,
+    `spawn_ns` when it started the app (monotonic). `hint` says how to avoid a cold start.
     """
 
     role: str
@@ -81,7 +82,7 @@ class LaunchRequest(LauncherMessage):
 class StartWorker(LauncherMessage):
     """App to launcher: start a process that serves an engine for `model` with `options`.
 
-    `options` is LoadOptions in JSON; `requested` are the options that a snapshot for it must have.
+    `options` is LoadOptions in JSON. `requested` has, as text, those that select a snapshot.
     """
 
     model: str
@@ -94,7 +95,7 @@ class WorkerStarted(LauncherMessage):
 
 
 class WantSnapshot(LauncherMessage):
-    """App to launcher: build the missing snapshot once the app has ended; if `now`, at once."""
+    """App to launcher: build a snapshot when the app has ended, or at once if `now`."""
 
     model: str
     options: bytes
@@ -131,13 +132,13 @@ class Stage(LauncherMessage):
 
 
 class Failed(LauncherMessage):
-    """Answer to any request that failed: the error, as `errors.to_fields` represents it."""
+    """The answer if a request has failed. `error` is made by `errors.to_fields`."""
 
     error: dict[str, str]
 
 
 class Payload(LauncherMessage):
-    """A request or answer whose type the receiver knows: JSON, or msgpack for a canary."""
+    """A request or an answer as JSON (a canary as msgpack). The receiver knows which type to expect."""
 
     content: bytes
 

@@ -39,14 +39,20 @@ class LaunchChoice:
         return f"`{_warm_command(self.model, self.options)}` builds it now"
 
     def find(self) -> tuple[str, storage.Manifest]:
-        """Return the snapshot's folder and manifest. Raises what `find` and `find_named` raise."""
+        """Return folder and manifest of the snapshot to resume. Raises SnapshotError if there is none.
+
+        With `--snapshot`, the search is that of `find_named`, otherwise that of `find`.
+        """
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
         return find(self.model, self.options)
 
 
 def warm_flags(options: dict[str, str]) -> dict[str, str]:
-    """Return flag → value of a snapshot's `options`, and of defaults that config.toml replaces."""
+    """Return flag → value for an `edgeinfer warm` that builds a snapshot with these `options`.
+
+    An option that is missing has its default. Its flag is returned only if config.toml sets the option.
+    """
     configured = read_config().get("load", {})
     rows = [row for row in LOAD_OPTIONS if row.field in options or row.key in configured]
     return {r.flag: options.get(r.field, str(r.default)) for r in rows if r.flag and r.of_snapshot}
@@ -76,7 +82,7 @@ def launch_choice(line: CommandLine) -> LaunchChoice:
     by_age = reversed(storage.generations().items())
     folders = {storage.model_prefix_of(name): newest for name, (newest, *_) in by_age}
     warm = _find_warm(line.first_word, folders)
-    # if the named model has no snapshot, none is resumed: a process with another model would not help
+    # if the named model has no snapshot, that of the default model is not resumed: it would not help
     model = warm or line.named_model or _find_warm(default, folders) or default
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
@@ -95,7 +101,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
     record = _record_path(storage.model_prefix(word))
-    # a record with the whole word as its name means a pulled model of that name, not a quantization
+    # if there is a record, a pulled model has the whole word as its name, including the colon
     if not quantization or folder is None or os.path.exists(record):
         return ""
     try:
@@ -150,10 +156,10 @@ def read_config() -> dict[str, Any]:
 
 
 def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
-    """Find this program's snapshot of a model: with exactly these options, or the newest that fits.
+    """Return folder and manifest of the newest snapshot that fits, preferably with exactly `options`.
 
-    Return folder and manifest. Snapshots named by a user are not considered. Raises
-    SnapshotMissingError if none fits, otherwise the error for which the best one is refused.
+    Only snapshots of `model` by this installation that no user has named are considered. If one of
+    them was refused, the reason is raised (such as SnapshotStaleError), otherwise SnapshotMissingError.
     """
     root, prefix = paths.snapshots_path(), storage.model_prefix(model)
     by_name = storage.generations(root, fingerprint.program_tag())
@@ -187,10 +193,11 @@ def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
-    """Find a snapshot by its full name or by the name that a user gave it, preferably of this model.
+    """Return folder and manifest of the snapshot with this full name or this user-given name.
 
-    Return folder and manifest. Raises SnapshotMissingError if not exactly one matches or its options
-    differ, otherwise the error for which the snapshot is refused.
+    Of equal user-given names, that of a snapshot of `model` is preferred. Raises SnapshotMissingError
+    unless exactly one snapshot has the name and fits `options`. If that snapshot is refused, the reason
+    is raised, such as SnapshotStaleError.
     """
     root = paths.snapshots_path()
     by_name = storage.generations(root, fingerprint.program_tag())

@@ -35,7 +35,10 @@ _LOG_BYTES = 4000
 
 
 class Supervisor:
-    """A running supervisor: its pid, the pipe with its reports, and the link to the app."""
+    """A running supervisor, the parent process of an app.
+
+    `status_fd` is the pipe with the supervisor's reports, `link` the launcher's socket to the app.
+    """
 
     def __init__(self, pid: int, status_fd: int, link: _socket.socket) -> None:
         self.pid, self.status_fd = pid, status_fd
@@ -43,9 +46,10 @@ class Supervisor:
 
 
 def resume(manifest: Manifest, folder: str, limit_s: int = criu.RESTORE_LIMIT_S) -> Supervisor:
-    """Start a supervisor that restores an app from a snapshot. Raises OSError.
+    """Start a supervisor that restores an app from the snapshot in `folder`. Raises OSError.
 
-    The supervisor reports whether the restore succeeded; a restore fails after `limit_s` seconds.
+    This call does not wait: later, the supervisor reports "restored", or "failed WHY" if the restore
+    failed or did not end within `limit_s` seconds.
     """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()

@@ -21,12 +21,15 @@ RESTORE = (
 )
 #: Time (s) that a dying app gets for its last output before the terminal is restored.
 _DYING_S = 0.1
-#: Signals that the forked child ignores: it must outlive the launcher.
+#: Signals that the child of `watch` ignores, because the child must outlive the launcher.
 _IGNORED = (*supervise.FORWARDED, _signal.SIGTTOU, _signal.SIGTTIN)
 
 
 class Terminal:
-    """The launcher's terminal and its modes before the app. Without a terminal, methods do nothing."""
+    """The launcher's terminal, with the modes that it had before the app was started.
+
+    If the launcher has no terminal, the methods do nothing.
+    """
 
     def __init__(self) -> None:
         self._fd = next((fd for fd in (1, 2, 0) if os.isatty(fd)), -1)
@@ -58,7 +61,7 @@ class Terminal:
         process.quietly(os.write, self._guard, b".")
 
     def restore(self) -> None:
-        """Restore the terminal's modes and screen."""
+        """Restore the terminal's modes from before the app, and leave the app's full screen."""
         if self._modes is None:
             return
         import termios
@@ -79,8 +82,8 @@ class Terminal:
         time.sleep(_DYING_S)
         import termios
 
-        # a full-screen app clears ISIG (Ctrl-C sends a signal); if ISIG is set, the shell has already
-        # set its own modes, so only the screen is restored
+        # a full-screen app switches off ISIG (Ctrl-C sends a signal). If ISIG is on, the shell has
+        # already set its own modes, and only the screen must be restored
         if termios.tcgetattr(self._fd)[3] & termios.ISIG:
             os.write(self._fd, RESTORE)
         else:

@@ -50,7 +50,10 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """The result of `probe`. If `tier` is None, `reason` says why, and `fix` what to do about it."""
+    """The result of `probe`: which CRIU (its path) works, and in which `tier` of privileges.
+
+    If `tier` is None, CRIU does not work; `reason` says why, and `fix` what to do about it.
+    """
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
@@ -100,7 +103,7 @@ def version_of(criu: str) -> tuple[int, ...]:
 
 
 def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
-    """Return the oldest CRIU version that works on this processor."""
+    """Return the oldest CRIU version that works on the processor described in the file `cpuinfo`."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             has_pac = any(line.startswith("Features") and " paca" in line for line in file)
@@ -170,7 +173,7 @@ def _tier(criu: str, version: str) -> Probe:
 
 
 def namespaces_refused(tier: str) -> str:
-    """Return why the kernel refuses this tier's namespaces; "" if it allows them."""
+    """Return why the kernel refuses the new namespaces that `tier` needs; "" if they are allowed."""
     from edgeinfer.platform.process import child_command
 
     try:
@@ -210,16 +213,20 @@ def work_dir() -> str:
 
 
 def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn:
-    """Replace this process by `criu dump` of process `pid`, which a successful dump ends."""
+    """Replace this process by `criu dump`, which writes the images of process `pid`, then kills `pid`.
+
+    `images` is the folder of the images. CRIU's messages are written to the file `log`.
+    """
     _exec(criu, tier, ["dump", "-t", str(pid), "-D", images, "-o", log, "-v2"])
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int, limit_s: int) -> NoReturn:
     """Replace this process by `criu restore`, which ends once the restored process runs.
 
-    `link_fd` and `wake_fd` replace the parked process's LINK_FD and WAKE_FD. `-S` makes the restored
-    process a child of this process's parent: as CRIU's child it would die with CRIU, because it has set
-    PR_SET_PDEATHSIG. The restored process continues in `snapshots.parked._sleep`.
+    `images` is the folder of the images. `link_fd` and `wake_fd` replace the parked process's LINK_FD
+    and WAKE_FD. An alarm ends CRIU after `limit_s` seconds. `-S` makes the restored process a child of
+    this process's parent: as CRIU's child it would die with CRIU, because it has set PR_SET_PDEATHSIG.
+    The restored process continues in `snapshots.parked._sleep`.
     """
     arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
     socket, pipe = f"socket:[{manifest.link_inode}]", f"pipe:[{manifest.wake_inode}]"
@@ -239,7 +246,10 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """Return the probe of a working CRIU. Raises SnapshotsUnavailableError, SnapshotUnsafeError."""
+    """Return the result of `probe` if a CRIU works, otherwise raise SnapshotsUnavailableError.
+
+    Raises SnapshotUnsafeError if other users can write to CRIU's work folder.
+    """
     probed = probe()
     if probed.tier is None:
         problem = f"snapshots do not work here: {probed.reason}"

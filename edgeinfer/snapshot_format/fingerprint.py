@@ -25,7 +25,10 @@ def stamp(path: str) -> str:
 
 
 def program_paths() -> tuple[str, str]:
-    """Return the paths of this program and venv ("" if shipped): each pair has its own snapshots."""
+    """Return the paths of this program and of its venv ("" in the one-file program).
+
+    Each such pair is an installation, which has its own snapshots.
+    """
     return (sys.executable, "") if getattr(sys, "frozen", False) else (PACKAGE, sys.prefix)
 
 
@@ -35,7 +38,7 @@ def program_tag() -> str:
 
 
 def machine_keys() -> dict[str, str]:
-    """Return the properties of program and machine that a snapshot must match."""
+    """Return name → value of each property of program and machine that a snapshot must match."""
     system = os.uname()
     program, environment = program_paths()
     return {
@@ -90,9 +93,10 @@ def package_stamps() -> dict[str, str]:
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
-    """Raise SnapshotStaleError if anything has changed since the build.
+    """Raise SnapshotStaleError if program, machine or a mapped file has changed since the build.
 
-    Raises SnapshotCorruptError for a damaged image.
+    Raises SnapshotCorruptError if a file in the snapshot's `folder` has another size,
+    SnapshotMissingError if it is missing, SnapshotUnsafeError if other users can access it.
     """
     current = machine_keys()
     for key, value in current.items():

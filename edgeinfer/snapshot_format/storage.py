@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 MAGIC = "edgeinfer-snapshot"
-#: Version of the manifest's format. edgeinfer 0.2.0 had the same number, but option names such as
-#: `m,ctx8192`; its snapshots are refused anyway, because the program's files have changed since.
+#: Version of the manifest's format. Snapshots of edgeinfer 0.2.0 have the same number, although their
+#: names differ (`m,ctx8192`). They are refused because the program's files have changed since.
 VERSION = 4
 
 LOCK = "lock"
@@ -49,10 +49,11 @@ PARK_LOG = "park.log"
 SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
-#: Separates an option from its value. A user's name cannot contain "=" and so look like an option.
+#: Separates an option from its value, as in `ctx=8192`. User-given names cannot contain this character,
+#: so they do not look like options.
 _VALUE_SEPARATOR = "="
 
-#: Key of a manifest's `keys`: the pulled model's quantization, such as "Q4_K_M".
+#: Key in `Manifest.keys` of the pulled model's quantization, for example "Q4_K_M".
 QUANTIZATION = "quantization"
 
 #: Pid of the parked process in its pid namespace: too high to collide with CRIU's processes there.
@@ -103,18 +104,22 @@ def manifest_text(m: Manifest) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse the manifest of the file `where`. Raises SnapshotStaleError, SnapshotCorruptError."""
+    """Parse the text of a manifest; `where` is its path, for messages.
+
+    Raises SnapshotStaleError if the format has another version, SnapshotCorruptError if the manifest is
+    incomplete or invalid.
+    """
     rows = [line.split("\t") for line in text.split("\n")]
     if "\\" in text:
         rows = [[_unescape(word) for word in row] for row in rows]
     if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
-        raise SnapshotCorruptError(f"{where} is not a complete manifest")
+        raise SnapshotCorruptError(f"the snapshot's manifest {where} is incomplete")
     if rows[0][1:] != [str(VERSION)]:
         raise SnapshotStaleError(f"another version of edgeinfer wrote {where}", key="schema")
     try:
         return _from_rows(rows[1:-2])
     except (LookupError, TypeError, ValueError) as error:
-        raise SnapshotCorruptError(f"{where} is invalid: {error!r}") from error
+        raise SnapshotCorruptError(f"the snapshot's manifest {where} is invalid: {error!r}") from error
 
 
 def _from_rows(rows: list[list[str]]) -> Manifest:
@@ -176,7 +181,7 @@ def refuse_unsafe_ancestors(path: str) -> None:
 def read_manifest(folder: str) -> Manifest:
     """Read the manifest in a snapshot's folder.
 
-    Raises SnapshotMissingError, SnapshotUnsafeError, SnapshotCorruptError or SnapshotStaleError.
+    Raises the errors of `refuse_unsafe` and `parse_manifest`.
     """
     refuse_unsafe(folder, directory=True)
     path = f"{folder}/{MANIFEST}"
@@ -207,16 +212,17 @@ def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") ->
 
 
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
-    """Return those snapshots' `names` that the typed name `requested` may mean.
+    """Return those `names` of snapshots that a user may mean by `requested`.
 
-    That is an equal name, or `MODEL,requested` of `model`, or else all names with that user's part.
+    That is the equal full name, or the snapshot of `model` with this user-given name. If there is
+    neither, the snapshots of all models with this user-given name are returned.
     """
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)
 
 
 def refuse_bad_name(user_name: str) -> None:
-    """Raise UsageError if a user may not give a snapshot this name."""
+    """Raise UsageError unless `safe_name` leaves a user-given name as it is."""
     if user_name and safe_name(user_name) != user_name:
         raise UsageError(
             f"{user_name!r} is not a valid snapshot name",
@@ -279,7 +285,11 @@ def program_of(folder: str) -> str:
 
 
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
-    """Return the folders of complete snapshots, newest first, by name; only `program`'s, if given."""
+    """Return snapshot name → folders of its complete builds, the newest first.
+
+    `root` is by default `paths.snapshots_path`. A `program` (`fingerprint.program_tag`) leaves out the
+    builds of other installations.
+    """
     root = root or paths.snapshots_path()
     by_name: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):
