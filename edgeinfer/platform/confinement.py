@@ -16,7 +16,7 @@ from edgeinfer.platform import linux
 _CREATE, _ADD = 444, 445
 _RESTRICT = 446
 _GET_VERSION, _PATH_BENEATH = 1, 1
-#: Bits of access rights: to run and read files and list folders; all rights that exist for a file.
+#: Bits of access rights. _READ: run and read files, list folders. _OF_FILES: all rights for a file.
 _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
 #: Number of access rights in Landlock's versions 1, 2, …
 _RIGHTS = (13, 14, 15, 15, 16)
@@ -27,8 +27,8 @@ _SIZES = (8, 8, 8, 16, 16, 24)
 def confine(writable: Sequence[str]) -> None:
     """Let this process and its children write only below `writable`; they may read all files.
 
-    On newer kernels, TCP, abstract sockets of other processes and signals to them are refused, too.
-    Call `linux.refuse_new_privileges` first. Raises OSError.
+    Linux 6.7 and newer also refuses TCP; 6.12 and newer also refuses abstract sockets of other
+    processes, and signals to them. `linux.refuse_new_privileges` must have been called. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -69,7 +69,7 @@ _AND = 0x54
 _IF_EQUAL = 0x15
 _IF_BITS = 0x45
 _RETURN = 0x06
-#: Offsets in seccomp_data of a call's number, architecture and arguments (their low halves).
+#: Offsets in seccomp_data of a call's number, of the architecture, and of the arguments' low halves.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
@@ -79,10 +79,10 @@ _CLONE_THREAD = 0x00010000
 #: Bit in the call numbers of x32, an alternative system call interface of x86-64.
 _X32 = 0x40000000
 
-#: Architecture → its audit number, the numbers of `clone` and `clone3`, and those of calls that only
-#: compute, use memory and open descriptors, or end the process: read write close fstat lseek mmap
-#: mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn mremap madvise exit exit_group futex
-#: clock_gettime getrandom gettid tgkill getpid sched_yield set_robust_list rseq.
+#: Architecture → its audit number, the numbers of `clone` and `clone3`, and the numbers of the calls
+#: that `allow_only_computation` allows: read write close fstat lseek mmap mprotect munmap brk
+#: rt_sigaction rt_sigprocmask rt_sigreturn mremap madvise exit exit_group futex clock_gettime getrandom
+#: gettid tgkill getpid sched_yield set_robust_list rseq.
 _ARCHITECTURES = {
     "x86_64": (
         0xC000003E,
@@ -95,9 +95,8 @@ _ARCHITECTURES = {
         "63 64 57 80 62 222 226 215 214 134 135 139 216 233 93 94 98 113 278 178 131 172 124 99 293",
     ),
 }
-#: Calls whose memory is not counted for the process, or that exploits need: memfd_create memfd_secret
-#: shmget add_key request_key keyctl userfaultfd bpf perf_event_open io_uring_setup; and openat2, whose
-#: arguments a filter cannot read.
+#: Calls that `refuse_hidden_memory` refuses: memfd_create memfd_secret shmget add_key request_key
+#: keyctl userfaultfd bpf perf_event_open io_uring_setup; openat2, whose arguments no filter can read.
 _HIDDEN = {
     "x86_64": "319 447 29 248 249 250 323 321 298 425 437",
     "aarch64": "279 447 194 217 218 219 282 280 241 425 437",
@@ -139,11 +138,11 @@ def allow_only_computation() -> None:
 
 
 def refuse_hidden_memory() -> None:
-    """Refuse system calls whose memory is not counted for the process, or that exploits need.
+    """Refuse calls for memory that is not counted for this process, and calls that exploits need.
 
     Also refused are setuid and setgid modes, larger socket buffers, and sockets that leave a network
-    namespace. Call `linux.refuse_new_privileges` first. Works on Linux on x86-64 and arm64, elsewhere
-    it does nothing. Raises OSError.
+    namespace. `linux.refuse_new_privileges` must have been called. Works on Linux on x86-64 and arm64,
+    elsewhere it does nothing. Raises OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:

@@ -44,7 +44,10 @@ def require_free_space(folder: Path, n_bytes: int, content: str) -> None:
 
 @contextmanager
 def disk_full_errors(path: Path, not_lost: str = "") -> Iterator[None]:
-    """Turn an OSError of a full disk or quota into DiskFullError, whose message ends in `not_lost`."""
+    """Turn an OSError of a full disk or quota in the block into DiskFullError; `path` names the disk.
+
+    The message ends with the sentence `not_lost`, which says what is kept.
+    """
     try:
         yield
     except OSError as error:
@@ -56,7 +59,7 @@ def disk_full_errors(path: Path, not_lost: str = "") -> Iterator[None]:
 
 @contextmanager
 def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageError) -> Iterator[None]:
-    """Turn an OSError into an error of class `kind` that names the path."""
+    """Turn an OSError in the block into an error of class `kind` with the path, reason and `hint`."""
     try:
         yield
     except OSError as error:
@@ -67,7 +70,10 @@ def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageE
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a regular file, by default to read; a new one gets mode 0600. Raises OSError for a FIFO."""
+    """Open a regular file, by default for reading; `flags` are those of open(2). A new file is 0600.
+
+    Raises OSError, also for a FIFO, a device or a folder.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -97,11 +103,11 @@ def sync(path: str | Path) -> None:
 def new_file(
     path: Path, mode: int | None = None, *, replaces: bool = True, folder: int | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces `path` if the block succeeds. Raises OSError.
+    """Yield a new file. If the block succeeds, it is renamed to `path`, otherwise deleted.
 
-    `mode` None is 0666 without the umask's bits. With `replaces=False`, an existing file stays. `path`
-    is relative to the open `folder`, if given. All resumed processes have the same pid, so the
-    temporary name is random.
+    An existing file is replaced, or stays if `replaces` is False. `mode` None is 0666 without the
+    umask's bits. If a `folder` (a descriptor) is given, `path` is relative to it. The temporary name is
+    random, because all resumed processes have the same pid. Raises OSError.
     """
     scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -132,7 +138,7 @@ def durable_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def open_private(path: Path) -> int:
-    """Open a regular file that only this user can access. Raises OSError, also for a FIFO."""
+    """Open a regular file for reading. Raises OSError unless only this user can access the file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
@@ -175,7 +181,8 @@ def try_lock(descriptor: int) -> bool:
 def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator[int]:
     """Hold the lock of a file, created if missing, during the block; yield its descriptor.
 
-    If another process or thread holds the lock, call `busy`, which may raise, then wait.
+    If another process or thread holds the lock, `busy` is called, which may raise an exception instead
+    of letting this call wait.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
@@ -220,7 +227,10 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _done: None) 
 def sha256_of_part(
     descriptor: int, start: int, length: int, on_chunk: Callable[[bytes, int], Any]
 ) -> str:
-    """Return the SHA-256 (hex) of `length` bytes; `on_chunk` gets each chunk and the bytes so far."""
+    """Return the SHA-256 (hex) of `length` bytes of an open file from the offset `start` on.
+
+    `on_chunk` gets each chunk, and the number of bytes read so far.
+    """
     import hashlib  # slow import (2 ms): it loads OpenSSL
 
     hasher = hashlib.sha256()

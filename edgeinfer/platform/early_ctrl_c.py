@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def exit_at_once(_number: int, _frame: object) -> NoReturn:
-    """Handle Ctrl-C while modules are imported: no work has begun, so there is nothing to undo."""
+    """Handle Ctrl-C by ending with status 130: while modules are imported, there is nothing to undo."""
     os._exit(130)
 
 

@@ -28,7 +28,8 @@ class _Kind(NamedTuple):
         return read_text(file.with_name(label)).startswith(self.name)
 
 
-#: Kinds of files in order of preference. Only the first readable kind is used, since kinds overlap.
+#: Kinds of energy sources, the best first. Only the first readable kind is used: the others would count
+#: the same energy again.
 _KINDS = (
     _Kind("of the processors, by RAPL", "powercap/*rapl:*/energy_uj", "name", "package"),
     _Kind("of the processors, by hwmon", "hwmon/hwmon*/energy*_input", "{}_label", "Esocket"),
@@ -38,10 +39,11 @@ _KINDS = (
 
 
 class EnergyMeter:
-    """Measures the energy (J) between two calls of `read_joules`.
+    """Measures the energy (J) that this machine or its processors use between calls of `read_joules`.
 
-    RAPL and hwmon count the processors' energy. A power meter's or a battery's power is averaged over
-    two calls. `source` says what is measured, "" if nothing is; then `reason` says why.
+    RAPL and hwmon count energy. A power meter and a battery report power, so the mean of two calls is
+    multiplied by the time between them. `source` says what is measured; if it is "", nothing is
+    measured, and `reason` says why.
     """
 
     def __init__(self, sys: Path | None = None) -> None:

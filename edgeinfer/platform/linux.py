@@ -10,7 +10,7 @@ _SIGCHLD = 17
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
-#: Namespaces of a sandbox: mounts, users, pids; cgroups, host name, IPC and network (as numbers).
+#: Namespaces of a sandbox: mounts, users, pids, and (as numbers) cgroups, host name, IPC and network.
 SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUSER | CLONE_NEWPID | 0x4E000000 | 0x02000000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442
@@ -48,7 +48,10 @@ def _check(result: int, call: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork this single-threaded process into new namespaces; return like fork. Raises OSError."""
+    """Fork this single-threaded process into new namespaces (`flags`: CLONE_NEW…). Raises OSError.
+
+    Returns the child's pid in the parent, and 0 in the child.
+    """
     number, raw_flags = _CLONE[os.uname().machine], ctypes.c_ulong(flags | _SIGCHLD)
     return _check(_libc().syscall(number, raw_flags, None, None, None, None), "clone")
 
@@ -61,7 +64,7 @@ def refuse_threads() -> None:
 
 
 def map_this_user(uid: int, gid: int) -> None:
-    """In a new user namespace, map this user and group to themselves."""
+    """Map the user `uid` and the group `gid` to themselves in this process's new user namespace."""
     texts = {"uid_map": f"{uid} {uid} 1", "setgroups": "deny", "gid_map": f"{gid} {gid} 1"}
     for name, text in texts.items():
         with open(f"/proc/self/{name}", "w") as file:
@@ -98,9 +101,10 @@ def pivot_root(folder: str) -> None:
 
 
 def become_init(flags: int, uid: int, gid: int) -> None:
-    """Make the child of `clone(flags)` the init of its namespaces: map the user, mount /proc.
+    """Make this process, the child of `clone(flags)`, the init of its new namespaces. Raises OSError.
 
-    Without namespaces, make it adopt orphaned descendants, as an init does. Raises OSError.
+    `uid` and `gid` are mapped to themselves, and /proc is mounted. With `flags` 0 there is no new
+    namespace, and the process only adopts orphaned descendants, as an init does.
     """
     if flags & CLONE_NEWUSER:
         map_this_user(uid, gid)
@@ -156,12 +160,15 @@ def refuse_new_privileges() -> None:
 
 
 def forget_pages(start: int, length: int) -> None:
-    """Drop the content of pages (MADV_DONTNEED): anonymous memory then reads as zeros."""
+    """Discard the content of pages (MADV_DONTNEED). Anonymous pages contain zeros afterwards."""
     _check(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
 def getrandom(size: int) -> bytes:
-    """Return the kernel's random bytes; glibc's (>= 2.41) may repeat after a resume. Raises OSError."""
+    """Return random bytes of the kernel. Raises OSError.
+
+    The function `getrandom` of glibc >= 2.41 is not used: its bytes may repeat after a resume.
+    """
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
     got = _check(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")

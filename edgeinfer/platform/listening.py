@@ -12,7 +12,10 @@ HOST, PORT = "127.0.0.1", 8080
 
 
 def bind(host: str, port: int) -> list[int]:
-    """Listen on every TCP address of `host` (IPv4, IPv6); return descriptors. Raises ServeError."""
+    """Listen on every TCP address of `host` (IPv4, IPv6); return descriptors. Raises ServeError.
+
+    With `port` 0, the kernel chooses a port, and only the first address is used.
+    """
     listeners: list[_socket.socket] = []
     try:
         # for a str, Python would import the IDNA codec (6 ms)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 _ROOT = Path("/")
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-#: Maximum part (bytes) of a file that `read_rate` reads, and the size (bytes) of a read.
+#: Maximum number of bytes that `read_rate` reads of a file, and number of bytes in each read.
 _RATE_BYTES, _RATE_BLOCK = 256 << 20, 1 << 20
 #: Smallest file (bytes) that `read_rate` measures. On a disk of 500 MB/s, a file of 16 MiB gave 300
 #: MB/s, 1 MiB 110 and 4 KiB less than 1, because starting the threads took most of the time.
@@ -33,9 +33,10 @@ _RATE_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory (bytes) that this process may use, and may still allocate; `reason` names the limit.
+    """Memory that this process may use (`total_bytes`), and may still allocate (`available_bytes`).
 
-    If the memory is unknown (not Linux), `total_bytes` is 0 and `available_bytes` is 2**62.
+    `reason` names what limits `available_bytes`, for example "MemAvailable of /proc/meminfo". If the
+    memory is unknown (not Linux), `total_bytes` is 0 and `available_bytes` is 2**62.
     """
 
     total_bytes: int
@@ -64,7 +65,7 @@ class Machine(Processors):
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Speed of memory or disk, measured with `threads` threads; `busy` if others used the CPUs."""
+    """Speed of memory or disk, measured with `threads` threads. `busy` is the result of `is_busy`."""
 
     bytes_per_s: float
     threads: int

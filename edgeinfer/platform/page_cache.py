@@ -7,16 +7,17 @@ import random
 from pathlib import Path
 
 _PROBES = 64
-#: A file is cold if a larger share of its pages is uncached. For a smaller share, page faults suffice.
+#: A file is cold if a larger share of its pages is uncached. Fewer pages are read soon enough by page
+#: faults, without a prefetch.
 _COLD_PART = 0.05
 
 
 def is_cold(path: str | Path) -> bool:
-    """Return whether a file is mostly uncached, by a random sample of its pages. Raises OSError."""
+    """Return whether over 5 % of a random sample of a file's pages are uncached. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # a probe must not cause readahead
-        # random offsets: a probe caches its page, so fixed offsets would find their pages cached later
+        # random offsets: a probe makes the kernel read its page, so later calls would find it cached
         offsets = [random.randrange(size) for _ in range(_PROBES)] if size else []
         missing = sum(not is_cached(file.fileno(), offset) for offset in offsets)
     return missing > _PROBES * _COLD_PART

@@ -66,7 +66,7 @@ def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def shared_with(environment: Mapping[str, str]) -> bool:
-    """Return whether a process with these environment variables shares a folder with this one."""
+    """Return whether a process with these environment variables uses a folder of this process."""
     return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 
@@ -77,7 +77,10 @@ def is_model_path(text: str) -> bool:
 
 
 def model_spellings(text: str) -> tuple[str, ...]:
-    """Return the full names of models that `text` may mean, in lower case, the likeliest first."""
+    """Return the model names that `text` may mean, in lower case, the likeliest first.
+
+    `A/b` may mean `a/b`, `ollama/a/b`, `hf:a/b` and `hf:a/b:q4_k_m`.
+    """
     plain = text.lower().removesuffix(LATEST)
     if plain.startswith((_OLLAMA, _LM_STUDIO)):
         return (plain,)

@@ -23,7 +23,7 @@ _SIGKILL = 9
 _CHILD_POLL_S = 0.01
 #: Niceness of a background process, and of its session: the session gets a tenth of a busy CPU.
 _LOWEST, _SESSION = 19, 10
-#: Number of tries to set a session's niceness, and pause (s): the kernel allows ten per second.
+#: Number of tries to set a session's niceness, and pause (s): the kernel allows ten tries per second.
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 
@@ -41,9 +41,10 @@ def ask_child(
     patience_s: float = 30.0,
     stop: threading.Event | None = None,
 ) -> tuple[bytes, str]:
-    """Run edgeinfer's `module` in a child that may crash; return its output, and how it ended.
+    """Run edgeinfer's `module` in a child that may crash, with `content` as its stdin.
 
-    The child is killed after `patience_s`, or when `stop` is set. Raises OSError if it cannot start.
+    Returns the child's stdout, and how the child ended: "ended with status 3: LAST LINE OF STDERR". The
+    child is killed after `patience_s`, or when `stop` is set. Raises OSError if it cannot be started.
     """
     import contextlib
     import subprocess
@@ -88,7 +89,10 @@ def describe_exit(code: int) -> str:
 
 
 def fork_and_exec(command: list[str], prepare: Callable[[], None]) -> int:
-    """Fork, call `prepare` and execute `command` in the child (127 if that fails); return its pid."""
+    """Fork; the child calls `prepare`, then executes `command`. Return the child's pid.
+
+    If the child fails before or in the exec, its exit status is 127.
+    """
     pid = os.fork()
     if pid == 0:
         try:
@@ -153,7 +157,10 @@ def die_with_parent(number: int = _SIGKILL) -> None:
 
 
 def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
-    """Return a `preexec_fn` by which the kernel ends the child with this thread; None if not Linux."""
+    """Return a `preexec_fn` for a child that is to get signal `number` when this thread ends.
+
+    None on other systems than Linux.
+    """
     if sys.platform != "linux":
         return None
     import ctypes
@@ -170,7 +177,7 @@ def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
 
 
 class SignalHandlers:
-    """Installs signal handlers for a `with` block; in other threads than the main one, none."""
+    """Installs signal handlers for a `with` block if the block runs in the main thread."""
 
     def __init__(self, handlers: Mapping[signal.Signals, Any]) -> None:
         self._handlers = handlers
@@ -192,10 +199,10 @@ class SignalHandlers:
 
 
 def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start a child that the kernel ends when this thread ends. Raises what `subprocess.Popen` raises.
+    """Start a child, to which the kernel sends signal `number` when this thread ends.
 
-    Signals that arrive during the start are handled after it, because Python drops an exception that a
-    handler raises during a fork.
+    `settings` are arguments of `subprocess.Popen`, whose errors are raised. Signals that this process
+    gets meanwhile are handled after the start: Python drops exceptions of handlers during a fork.
     """
     import signal
     import subprocess
@@ -211,7 +218,7 @@ def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> 
 
 
 def use_lowest_priority() -> None:
-    """Give this process, and the session if it is its leader, the lowest CPU priority.
+    """Give this process the lowest CPU priority, and its session, too, if the process is the leader.
 
     With autogroups (sched(7)), Linux shares the CPU among sessions first, and niceness counts only
     within a session. The session of another leader, such as a user's shell, is not changed.
@@ -231,7 +238,7 @@ def use_lowest_priority() -> None:
 
 
 def keep_lowest_priority() -> None:
-    """Give this process's new session the lowest priority, if the process itself has inherited it."""
+    """Give the session that this process has begun the lowest priority, if the process has it."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         use_lowest_priority()
 

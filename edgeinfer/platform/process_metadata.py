@@ -14,13 +14,14 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Names of records: a CacheReport of the latest prompt, ReplicasInfo, LayersInfo, ProcessDescription.
+#: Names of records. The types of their values are CacheReport (of the latest prompt), ReplicasInfo,
+#: LayersInfo and ProcessDescription, in this order.
 CACHE_REPORT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
 LAYERS, DESCRIPTION = "edgeinfer-layers", "edgeinfer-description"
 
 
 class ProcessRecord:
-    """A named record of this process; a new value replaces the previous one."""
+    """A named value that this process publishes; `read_process_record` reads it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +38,10 @@ class ProcessRecord:
 
 
 def read_process_record(pid: int, name: str, kind: type[T]) -> T | None:
-    """Return a record of process `pid`; None if it has none, is another user's, or ends meanwhile."""
+    """Return the record `name` of process `pid`, decoded as `kind`.
+
+    None if the process has no such record, belongs to another user, or ends meanwhile.
+    """
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)

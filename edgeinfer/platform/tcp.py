@@ -32,10 +32,10 @@ _kernel: socket.socket | None = None
 
 
 def use_netlink_socket(kernel: socket.socket) -> None:
-    """Use this netlink socket from now on.
+    """Use the netlink socket `kernel` for all later look-ups.
 
-    A resumed process gets a socket of the launcher. On a socket that the process itself creates, the
-    kernel shows every other user as 65534, because it maps ids to the user namespace of the creator.
+    A resumed process needs a socket that the launcher has created: the kernel maps user ids to the user
+    namespace of the socket's creator, and in that of the process every other user is 65534.
     """
     global _kernel
     _kernel = kernel
@@ -49,7 +49,7 @@ class Peer(NamedTuple):
 
 
 def peer_of(connection: socket.socket) -> Peer | None:
-    """Return the peer of a connection; None if it is on another machine, or gone."""
+    """Return the peer of a TCP connection; None if it is on another machine or has disconnected."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
