@@ -32,7 +32,7 @@ _LOG_NAME = "launch-serve.log"
 
 
 class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A client of a running endpoint. `model` is the endpoint's default model; `key` may be ""."""
+    """A client of a running endpoint. `model` is the endpoint's default, `key` the API key or ""."""
 
     url: str
     model: str
@@ -50,7 +50,10 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
-        """Return whether HEAD `path` without a key gets a 200. Raises ServeError if unreachable."""
+        """Return whether the endpoint answers HEAD `path`, sent without the key, with status 200.
+
+        Raises ServeError if the endpoint does not answer.
+        """
         with self._connect(_HEALTH_S) as connection:
             connection.request("HEAD", path)
             return connection.getresponse().status == 200
@@ -58,7 +61,8 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
         """Send a request; return the decoded JSON of the response.
 
-        Raises ServeError, also for an error status (but not of /health).
+        Raises ServeError if the endpoint does not answer with JSON, or answers with an error status.
+        /health may have an error status, because its JSON says more.
         """
         headers = {"content-type": "application/json"}
         if self.key:
@@ -130,7 +134,11 @@ def start(
     *,
     dies_with_parent: bool = False,
 ) -> tuple[RemoteEndpoint, int]:
-    """Start an `edgeinfer serve`; return a client and the PID. Raises ServeError if the start fails."""
+    """Run `command`, an `edgeinfer serve`, and wait until it answers; return a client and the PID.
+
+    The client sends `key`. `launch-serve.log` in the state folder gets the endpoint's stderr. With
+    `dies_with_parent`, the endpoint ends with this thread. Raises ServeError if the start fails.
+    """
     log = paths.state_dir() / _LOG_NAME
     paths.make_folder(log.parent)
     log.unlink(missing_ok=True)

@@ -53,9 +53,9 @@ _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 class Agent(NamedTuple):
     """A coding agent. `name` is its program on PATH, `install` the command that installs it.
 
-    `first_tokens` is the length of the first request, in SmolLM2's tokens (other models: ± 20 %).
-    `user_agent` is the beginning of its User-Agent header, "" if the header does not name the agent.
-    With less than `room_tokens` of context left after that, the agent compacts its history at once.
+    `first_tokens` is the length of the first request, in SmolLM2's tokens (other models: ± 20 %). If
+    the context has less than `room_tokens` left after that request, the agent compacts its history at
+    once. `user_agent` is how its User-Agent header begins; "" if the header does not name the agent.
     """
 
     name: str
@@ -212,7 +212,7 @@ def pi(target: AgentTarget, folder: Path) -> AgentSetup:
 
 @_agent("qwen-code", "npm install -g @qwen-code/qwen-code", 17_900, "QwenCode/")
 def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Return OpenAI's environment variables, which qwen-code reads."""
+    """Return arguments that choose the OpenAI API and the model, and OpenAI's environment variables."""
     variables = {
         "OPENAI_BASE_URL": f"{target.url}/v1",
         "OPENAI_API_KEY": target.key,

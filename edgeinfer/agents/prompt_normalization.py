@@ -30,9 +30,9 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """A rule of prompt normalization: matches of `pattern` in system turns are moved to `to`.
+    """A rule of prompt normalization: text of system turns that matches `pattern` is moved to `to`.
 
-    A function applies a rule that has no pattern.
+    A rule without a pattern has a function in this module instead.
     """
 
     name: PromptRule
@@ -95,7 +95,7 @@ _NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTAL
 
 
 class PromptNormalizer:
-    """Applies `rules` to the requests of one endpoint."""
+    """Applies the rules with the names in `rules` to the requests of one endpoint."""
 
     def __init__(self, rules: Collection[PromptRule] = NAMES) -> None:
         self.rules = tuple(rules)
@@ -106,8 +106,9 @@ class PromptNormalizer:
     ) -> tuple[Turns, tuple[PromptRule, ...]]:
         """Return the normalized turns, and the names of the rules that changed them.
 
-        Requests of an unknown `user_agent` are not changed. A reminder is restored only if an earlier
-        request with the same `cache_salt` had it; None (the request stores no prefix) restores none.
+        Requests of an unknown `user_agent` are not changed. A reminder (`Reminders`) that a client has
+        removed is restored if an earlier request with the same `cache_salt` had it; with None, which
+        means that the request stores no prefix, no reminder is restored.
         """
         if not agent_of(user_agent):
             return tuple(turns), ()
@@ -277,19 +278,19 @@ def _with_content(turn: Message, content: str) -> Message:
 _FOLDER = re.compile(r"[Ww]orking directory: (/[^\n]*)|<cwd>(/[^<\n]*)</cwd>")
 _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_date>)[^\n]*")
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
-#: Characters of a project's path that agents replace by `-` to name its memory folder.
+#: Agents name a project's memory folder by its path, in which they replace these characters by `-`.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
 #: Maximum number of characters between the last line that names the folder and the user's text.
 _MARKUP = 80
 
 
 def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) -> str:
-    """Return the prefix of an earlier prompt as it will be in another folder and on another day.
+    """Return the first lines of the next session's prompt, predicted from `text`, an earlier prompt.
 
-    Agents name folder and day before the user's first words, so `launch` can prefill this prefix while
-    the agent starts. Otherwise a new session of Codex with a 4B model takes at least three times as
-    long to its first token (decision 087). If the prediction is wrong, the prompt is prefilled from the
-    difference on. A `text` that names no folder is returned unchanged.
+    Only the folder, the day, and whether the folder is a git repository are replaced; a `text` that
+    names no folder is returned unchanged. `launch` prefills the prediction while the agent starts.
+    Otherwise a new session of Codex with a 4B model takes at least three times as long to its first
+    token (decision 087). If the prediction is wrong, the prompt is prefilled from the difference on.
     """
     folders = _FOLDER.findall(text)
     if not folders:
