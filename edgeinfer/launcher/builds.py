@@ -165,7 +165,7 @@ def log(text: str) -> None:
     path = log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)
-    storage.refuse_unsafe(folder, directory=True)
+    paths.refuse_unsafe(folder, directory=True)
     if os.path.exists(path) and os.path.getsize(path) > _LOG_BYTES:
         os.replace(path, path.removesuffix(".log") + ".old.log")
     stamp = time.strftime(_STAMP)

@@ -228,5 +228,5 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
 
 
 def _refuse_unsafe(root: str) -> None:
-    storage.refuse_unsafe(root, directory=True)
+    paths.refuse_unsafe(root, directory=True)
     storage.refuse_unsafe_ancestors(root)

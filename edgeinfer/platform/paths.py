@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 
-from edgeinfer.errors import SnapshotUnsafeError
+from edgeinfer.errors import SnapshotMissingError, SnapshotUnsafeError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -186,14 +186,34 @@ def make_folder(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
 
 
+def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
+    """Check that only this user can access a file or folder; return its `os.lstat`.
+
+    Raises SnapshotMissingError if the path cannot be read, SnapshotUnsafeError for a symlink, another
+    owner, or a mode that gives other users access.
+    """
+    try:
+        info = os.lstat(path)
+    except OSError as error:
+        raise SnapshotMissingError(f"{path} cannot be read: {error.strerror}") from error
+    if not (stat.S_ISDIR if directory else stat.S_ISREG)(info.st_mode):
+        problem = f"{path} must be a {'directory' if directory else 'regular file'}"
+        problem += ", not a symlink" if stat.S_ISLNK(info.st_mode) else ""
+        raise SnapshotUnsafeError(problem, hint=f"remove or rename {path}")
+    if info.st_uid != os.getuid():
+        hint = f"run edgeinfer as that user, or rename {path}"
+        raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you", hint=hint)
+    if info.st_mode & 0o077:
+        problem = f"other users may access {path}: its mode must be {info.st_mode & 0o700:o}"
+        raise SnapshotUnsafeError(problem, hint=f"chmod go= {path}")
+    return info
+
+
 def private_dir(path: Path) -> Path:
     """Create `path` if missing, for this user only (0700), and return it.
 
     Raises SnapshotUnsafeError if `path` has another owner or a wider mode, or is a symlink.
     """
     make_folder(path)
-    info = os.lstat(path)
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        problem = f"{path} must be a directory owned by this user with mode 0700, not a symlink"
-        raise SnapshotUnsafeError(problem, hint=f"chmod 700 {path}")
+    refuse_unsafe(str(path), directory=True)
     return path

@@ -17,7 +17,7 @@ import sys
 
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import linux, paths
-from edgeinfer.snapshot_format.storage import Manifest, refuse_unsafe
+from edgeinfer.snapshot_format.storage import Manifest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def work_dir() -> str:
     for path in (*shared, paths.runtime_path(), os.path.join(paths.base("cache"), "criu")):
         try:
             os.makedirs(path, 0o700, exist_ok=True)
-            refuse_unsafe(path, directory=True)
+            paths.refuse_unsafe(path, directory=True)
             return path
         except (OSError, SnapshotUnsafeError) as error:
             refused.append(str(error))

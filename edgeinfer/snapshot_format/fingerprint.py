@@ -8,7 +8,7 @@ import sys
 import edgeinfer
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.platform import paths
-from edgeinfer.snapshot_format.storage import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
+from edgeinfer.snapshot_format.storage import IMAGES, MEMORY, Manifest, short_hash
 
 #: Folder of the package edgeinfer.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))
@@ -113,10 +113,10 @@ def refuse_stale(manifest: Manifest, folder: str) -> None:
             problem = f"{path} was changed after the snapshot {manifest.name} was made"
             raise SnapshotStaleError(problem, key=path)
     for name, size in manifest.images.items():
-        info = refuse_unsafe(f"{folder}/{name}", directory=False)
+        info = paths.refuse_unsafe(f"{folder}/{name}", directory=False)
         if info.st_size != size:
             raise SnapshotCorruptError(f"{folder}/{name} has {info.st_size} bytes instead of {size}")
-    refuse_unsafe(f"{folder}/{IMAGES}", directory=True)
+    paths.refuse_unsafe(f"{folder}/{IMAGES}", directory=True)
     if MEMORY not in manifest.images:
         raise SnapshotCorruptError(f"{folder} has no {MEMORY}")
 

@@ -21,13 +21,7 @@ from __future__ import annotations
 
 import os
 
-from edgeinfer.errors import (
-    SnapshotCorruptError,
-    SnapshotMissingError,
-    SnapshotStaleError,
-    SnapshotUnsafeError,
-    UsageError,
-)
+from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError, UsageError
 from edgeinfer.platform import paths
 
 TYPE_CHECKING = False
@@ -133,28 +127,6 @@ def _from_rows(rows: list[list[str]]) -> Manifest:
     return manifest
 
 
-def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
-    """Check that only this user can access a file or folder; return its `os.lstat`.
-
-    Raises SnapshotMissingError if the path does not exist, SnapshotUnsafeError for a symlink, another
-    owner, or a mode that gives other users access.
-    """
-    try:
-        info = os.lstat(path)
-    except OSError as error:
-        raise SnapshotMissingError(f"{path} cannot be found: {error.strerror}") from error
-    kind = info.st_mode & 0o170000
-    if kind != (0o040000 if directory else 0o100000):
-        problem = f"{path} must be a {'directory' if directory else 'plain file'}, not a symlink"
-        raise SnapshotUnsafeError(problem)
-    if info.st_uid != os.getuid():
-        raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you")
-    if info.st_mode & 0o077:
-        problem = f"other users may access {path}: its mode must be {info.st_mode & 0o700:o}"
-        raise SnapshotUnsafeError(problem, hint=f"chmod go= {path}")
-    return info
-
-
 def refuse_unsafe_ancestors(path: str) -> None:
     """Raise SnapshotUnsafeError if another user could replace a folder above `path`.
 
@@ -181,11 +153,11 @@ def refuse_unsafe_ancestors(path: str) -> None:
 def read_manifest(folder: str) -> Manifest:
     """Read the manifest in a snapshot's folder.
 
-    Raises the errors of `refuse_unsafe` and `parse_manifest`.
+    Raises the errors of `paths.refuse_unsafe` and `parse_manifest`.
     """
-    refuse_unsafe(folder, directory=True)
+    paths.refuse_unsafe(folder, directory=True)
     path = f"{folder}/{MANIFEST}"
-    refuse_unsafe(path, directory=False)
+    paths.refuse_unsafe(path, directory=False)
     with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return parse_manifest(file.read(), path)
 

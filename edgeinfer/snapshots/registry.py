@@ -83,7 +83,7 @@ class ListedSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 def read_details(folder: Path) -> Details:
     """Read snapshot.json. Raises SnapshotMissingError, SnapshotUnsafeError, SnapshotCorruptError."""
     path = folder / storage.DETAILS
-    storage.refuse_unsafe(str(path), directory=False)
+    paths.refuse_unsafe(str(path), directory=False)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Details)
     except msgspec.MsgspecError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from edgeinfer.errors import SnapshotUnsafeError
+from edgeinfer.errors import SnapshotMissingError, SnapshotUnsafeError
 from edgeinfer.platform import paths
 
 
@@ -49,12 +49,38 @@ def given_away(path):
     os.chown(path, 12345, 12345)
 
 
-@pytest.mark.parametrize("make", [wide, link, given_away])
-def test_private_dir_refuses_what_others_may_enter(tmp_path, make):
+@pytest.mark.parametrize(
+    ("make", "message", "hint"),
+    [
+        (wide, "other users may access {}: its mode must be 700", "chmod go= {}"),
+        (link, "{} must be a directory, not a symlink", "remove or rename {}"),
+        (
+            given_away,
+            "{} belongs to user 12345, not to you",
+            "run edgeinfer as that user, or rename {}",
+        ),
+    ],
+)
+def test_private_dir_refuses_what_others_may_enter(tmp_path, make, message, hint):
     path = paths.private_dir(tmp_path / "folder")
     make(path)
-    with pytest.raises(SnapshotUnsafeError):
+    with pytest.raises(SnapshotUnsafeError) as caught:
         paths.private_dir(path)
+    assert (caught.value.message, caught.value.hint) == (message.format(path), hint.format(path))
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o750])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(SnapshotUnsafeError, match="other users may access"):
+        paths.refuse_unsafe(str(tmp_path), directory=True)
+
+
+def test_a_missing_file_is_missing_and_a_folder_is_no_file(tmp_path):
+    with pytest.raises(SnapshotMissingError, match="cannot be read: No such file"):
+        paths.refuse_unsafe(str(tmp_path / "no"), directory=False)
+    with pytest.raises(SnapshotUnsafeError, match=r"must be a regular file$"):
+        paths.refuse_unsafe(str(tmp_path), directory=False)
 
 
 def test_a_new_folder_and_its_new_parents_are_for_this_user_only(tmp_path):

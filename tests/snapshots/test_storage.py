@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.config.load_options import LOAD_OPTIONS
-from edgeinfer.errors import (
-    SnapshotCorruptError,
-    SnapshotMissingError,
-    SnapshotStaleError,
-    SnapshotUnsafeError,
-    UsageError,
-)
+from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError, UsageError
 from edgeinfer.launcher import messages
 from edgeinfer.snapshot_format import storage
 
@@ -99,22 +93,6 @@ def test_generations_are_newest_first_and_only_published_ones(tmp_path):
     ]
     of_one = storage.generations(str(tmp_path), "p")["m"]
     assert [storage.generation_of(folder) for folder in of_one] == [f"{1:016x}"]
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o750])
-def test_a_folder_that_others_can_enter_is_refused(tmp_path, mode):
-    folder = tmp_path / "s"
-    folder.mkdir()
-    folder.chmod(mode)
-    with pytest.raises(SnapshotUnsafeError):
-        storage.refuse_unsafe(str(folder), directory=True)
-
-
-def test_a_missing_file_is_missing_and_a_folder_is_no_file(tmp_path):
-    with pytest.raises(SnapshotMissingError):
-        storage.refuse_unsafe(str(tmp_path / "no"), directory=False)
-    with pytest.raises(SnapshotUnsafeError):
-        storage.refuse_unsafe(str(tmp_path), directory=False)
 
 
 def test_an_ancestor_that_others_can_write_is_refused(tmp_path):

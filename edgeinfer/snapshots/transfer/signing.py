@@ -10,11 +10,10 @@ import os
 import re
 from datetime import UTC, datetime
 
-from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError, UsageError
+from edgeinfer.errors import SnapshotError, SnapshotUntrustedError, UsageError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_durably
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, new_key_text, parse_key
-from edgeinfer.snapshot_format.storage import refuse_unsafe
 
 PRIVATE_KEY = "snapshot-key.pem"
 SIGNERS = "snapshot-signers"
@@ -44,10 +43,7 @@ def _read_private(name: str) -> str:
     path = paths.data_dir() / name
     if not os.path.lexists(path):
         return ""
-    try:
-        refuse_unsafe(str(path), directory=False)
-    except SnapshotUnsafeError as error:
-        raise SnapshotUnsafeError(error.message, hint=error.hint or f"move {path} aside") from error
+    paths.refuse_unsafe(str(path), directory=False)
     return path.read_text("utf-8", errors="replace")
 
 
