@@ -11,7 +11,13 @@ import os
 import select
 import time
 
-from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
+from edgeinfer.errors import (
+    EdgeInferError,
+    RestoreError,
+    SnapshotMissingError,
+    SnapshotStaleError,
+    to_fields,
+)
 from edgeinfer.launcher import messages, selection, supervise
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.messages import LIMITS, LaunchRequest
@@ -79,12 +85,13 @@ class Apps:
             folder, manifest = choice.find()
             return self.start_resumed(choice, folder, manifest, request, fds)
         except EdgeInferError as error:
-            if choice.resume == "always":
-                error.hint = error.hint or (None if choice.snapshot else hint_for(error, choice))
-                raise
             reason = error
         except OSError as error:
-            reason = EdgeInferError(f"the snapshot could not be resumed: {error}")
+            hint = "run `edgeinfer doctor` to see whether snapshots still work on this machine"
+            reason = RestoreError(f"the snapshot could not be resumed: {error}", hint=hint)
+        if choice.resume == "always":
+            reason.hint = reason.hint or (None if choice.snapshot else hint_for(reason, choice))
+            raise reason
         return self.start_cold(request, fds, reason, hint_for(reason, choice))
 
     def start_verb(self) -> LaunchedApp:

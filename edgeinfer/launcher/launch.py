@@ -12,7 +12,7 @@ import select
 import sys
 import time
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, RestoreError
 from edgeinfer.launcher import builds, messages, selection, supervise
 from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_for
 from edgeinfer.launcher.argv import CommandLine
@@ -142,10 +142,9 @@ class Launcher:
         if app.request.how == "cold":
             self._finish(app, f"exit {_UNEXPECTED}", reason)
             return
+        error = RestoreError(f"CRIU could not restore the snapshot: {reason[:300]}")
         if self._apps.choice.resume == "always" and app.request.role == "verb":
-            hint = "build the snapshot again: `edgeinfer warm`"
-            _fail(EdgeInferError(f"the snapshot could not be resumed: {reason}", hint=hint))
-        error = EdgeInferError(f"CRIU could not restore the snapshot: {reason[:300]}")
+            _fail(error)
         cold_app = self._apps.start_cold(
             app.request, app.fds, error, hint_for(error, self._apps.choice)
         )

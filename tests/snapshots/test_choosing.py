@@ -1,5 +1,6 @@
 """Choosing a snapshot: launcher and app decide alike, whatever was typed or configured."""
 
+import errno
 import json
 import os
 import random
@@ -22,13 +23,14 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
 from edgeinfer.errors import (
+    RestoreError,
     SnapshotCorruptError,
     SnapshotError,
     SnapshotMissingError,
     SnapshotStaleError,
 )
 from edgeinfer.host import EngineHost, ProcessStart
-from edgeinfer.launcher import launch, selection
+from edgeinfer.launcher import launch, selection, supervise
 from edgeinfer.launcher.apps import Apps
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.models import store
@@ -270,6 +272,17 @@ def test_resume_always_hints_at_the_command_that_builds_the_missing_snapshot(roo
         Apps(line, select.poll(), 0, 0).start_verb()
     assert type(caught.value) is (SnapshotStaleError if requested else SnapshotMissingError)
     assert caught.value.hint == "`edgeinfer warm m --ctx 512` builds it now"
+
+
+def test_resume_always_does_not_start_cold_if_no_process_can_be_started(root, monkeypatch):
+    def refuse(*_):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    publish(root, "m")
+    monkeypatch.setattr(supervise, "resume", refuse)
+    line = CommandLine(["run", "m", "hello", "--resume=always"])
+    with pytest.raises(RestoreError, match=r"could not be resumed: .*temporarily unavailable"):
+        Apps(line, select.poll(), 0, 0).start_verb()
 
 
 def test_default_model_is_the_configured_one(root, tmp_path):
