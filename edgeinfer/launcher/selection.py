@@ -10,7 +10,12 @@ from __future__ import annotations
 import os
 
 from edgeinfer.config.load_options import LOAD_OPTIONS, first_difference
-from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError
+from edgeinfer.errors import (
+    EdgeInferError,
+    SnapshotCorruptError,
+    SnapshotMissingError,
+    SnapshotStaleError,
+)
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.platform import paths
 from edgeinfer.snapshot_format import fingerprint, storage
@@ -204,7 +209,8 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
     matching = storage.matching_names(by_name, snapshot, model)
     if len(matching) != 1:
         many = "several snapshots are" if matching else "there is no snapshot"
-        hint = f"snapshots: {', '.join(matching or sorted(by_name)) or 'none'}"
+        names = ", ".join(matching or sorted(by_name))
+        hint = f"name one of: {names}" if names else "`edgeinfer warm MODEL --name NAME` builds one"
         raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
     name = matching[0]
     _refuse_unsafe(root)
@@ -220,7 +226,7 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
         )
     try:
         fingerprint.refuse_stale(manifest, by_name[name][0])
-    except SnapshotStaleError as error:
+    except (SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError) as error:
         command = _warm_command(manifest.model, manifest.requested, storage.user_name_of(name))
         error.hint = f"build it again: `{command}`"
         raise

@@ -256,12 +256,31 @@ def test_a_given_name_is_enough_everywhere(root):
         registry.find("work")
     assert caught.value.hint == "name one of: m,work, other,work"
     assert selection.find_named("work", "m", {})[1].name == "m,work"
-    with pytest.raises(SnapshotMissingError, match="several snapshots are called work"):
+    with pytest.raises(SnapshotMissingError, match="several snapshots are called work") as caught:
         selection.find_named("work", "third", {})
+    assert caught.value.hint == "name one of: m,work, other,work"
     with pytest.raises(SnapshotMissingError, match=r"made with --ctx 512, not --ctx 99$") as caught:
         selection.find_named("work", "m", {"n_ctx": "99"})
     command = "edgeinfer warm m --ctx 99 --name NAME"
     assert caught.value.hint == f"leave --ctx out, or build another: `{command}`"
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+def test_hint_for_a_damaged_named_snapshot_builds_it_under_its_name(root, spoil):
+    spoil(publish(root, "m,work", requested={"n_ctx": "512"}) / storage.MEMORY)
+    with pytest.raises((SnapshotCorruptError, SnapshotMissingError)) as caught:
+        selection.find_named("work", "m", {})
+    assert caught.value.hint == "build it again: `edgeinfer warm m --ctx 512 --name work`"
+
+
+def test_hint_for_an_unknown_snapshot_name_lists_the_names_or_builds_one(root):
+    with pytest.raises(SnapshotMissingError, match="no snapshot called home") as caught:
+        selection.find_named("home", "m", {})
+    assert caught.value.hint == "`edgeinfer warm MODEL --name NAME` builds one"
+    publish(root, "m,work")
+    with pytest.raises(SnapshotMissingError) as caught:
+        selection.find_named("home", "m", {})
+    assert caught.value.hint == "name one of: m,work"
 
 
 @pytest.mark.parametrize("requested", [{}, {"n_ctx": "512"}])
