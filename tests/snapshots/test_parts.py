@@ -27,6 +27,7 @@ from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import (
     DiskFullError,
+    DumpError,
     SnapshotMissingError,
     SnapshotStaleError,
     SnapshotUnsafeError,
@@ -43,6 +44,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.builder import jobs
+from edgeinfer.snapshots.builder.builder import Builder, BuildRequest
 from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.restore import app_host, app_process
 from edgeinfer.snapshots.restore.app_host import AppHost
@@ -52,6 +54,20 @@ from ..conftest import ROOT
 from .conftest import NO_AUTO_WARM, folder_of, manifest, publish
 
 # --- building and removing
+
+
+def test_death_of_the_process_to_park_is_reported_with_its_last_lines(tmp_path):
+    client, _client_end = socket.socketpair()
+    link, parked_link = socket.socketpair()
+    init_link, builder_link = socket.socketpair()
+    parked_link.shutdown(socket.SHUT_WR)
+    builder_link.sendall(b"256")
+    (tmp_path / storage.PARK_LOG).write_text("Traceback\nValueError: no\n")
+    inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=LoadOptions())
+    request = BuildRequest(inputs=inputs, depends_on="", criu="", version="", tier="root")
+    with pytest.raises(DumpError, match=r"died: Traceback \| ValueError: no$") as caught:
+        Builder(client, tmp_path, request)._wait_until_parked(link, init_link)
+    assert caught.value.hint is None
 
 
 @pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])

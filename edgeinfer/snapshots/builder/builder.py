@@ -135,8 +135,8 @@ class Builder:
             init_link.sendall(_DIED)
             if int(init_link.recv(64) or b"0") == signal.SIGKILL:
                 raise registry.killed_error("the process that loaded the model")
-            hint = _tail(self._folder / storage.PARK_LOG)
-            raise DumpError("the process that loaded the model for the snapshot died", hint=hint)
+            last_lines = _tail(self._folder / storage.PARK_LOG)
+            raise DumpError(f"the process that loaded the model for the snapshot died: {last_lines}")
         return msgspec.json.decode(content, type=ParkedProcess)
 
     def _init(
