@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from edgeinfer.errors import SnapshotCorruptError
+from edgeinfer.errors import DumpError
 
 VARINT = 0
 FIXED64 = 1
@@ -75,9 +75,9 @@ class ImageMessage(list[Field]):
 
     @classmethod
     def decode(cls, data: int | bytes) -> ImageMessage:
-        """Decode the message in `data`. Raises SnapshotCorruptError if that is a number or invalid."""
+        """Decode a message. Raises DumpError if `data` is a number or not a valid message."""
         if isinstance(data, int):
-            raise SnapshotCorruptError("a field of a CRIU image is a number, not a message")
+            raise DumpError("CRIU wrote an image of unknown structure: a field is a number, no message")
         message, offset = cls(), 0
         try:
             while offset < len(data):
@@ -94,7 +94,7 @@ class ImageMessage(list[Field]):
                     value, offset = data[offset : offset + size], offset + size
                 message.append(Field(key >> 3, kind, value))
         except (IndexError, KeyError) as error:
-            raise SnapshotCorruptError(f"a CRIU image is invalid: {error!r}") from error
+            raise DumpError(f"CRIU wrote an image that cannot be decoded: {error!r}") from error
         return message
 
     def encode(self) -> bytes:
@@ -157,7 +157,7 @@ def _encode(value: int) -> bytes:
 
 
 def read(path: Path) -> Image:
-    """Read an image file that has only messages after its magic number. Raises SnapshotCorruptError."""
+    """Read an image file: a magic number, then only messages. Raises DumpError for other content."""
     data = path.read_bytes()
     messages = []
     offset = 8
@@ -165,7 +165,7 @@ def read(path: Path) -> Image:
         size = int.from_bytes(data[offset : offset + 4], "little")
         offset += 4 + size
         if offset > len(data):
-            raise SnapshotCorruptError(f"{path} is truncated")
+            raise DumpError(f"CRIU wrote a truncated image: {path}")
         messages.append(ImageMessage.decode(data[offset - size : offset]))
     return Image(data[:8], messages)
 

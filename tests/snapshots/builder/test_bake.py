@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.errors import DumpError, SnapshotCorruptError
+from edgeinfer.errors import DumpError
 from edgeinfer.snapshots.builder import bake, criu_images
 from edgeinfer.snapshots.builder.criu_images import Field, ImageMessage
 
@@ -131,7 +131,15 @@ def test_the_stack_and_the_vdso_are_left_to_criu(tmp_path, status, flags):
 def test_a_dump_that_does_not_add_up_is_refused(tmp_path):
     dump = Dump(tmp_path, [area(0x100000, 4)], {0x100000: random_pages(4)})
     (dump.folder / "pages-1.img").write_bytes(b"short")
-    with pytest.raises(DumpError):
+    with pytest.raises(DumpError, match="dump is incomplete"):
+        dump.bake()
+
+
+def test_truncated_image_is_an_error_of_the_dump(tmp_path):
+    dump = Dump(tmp_path, [area(0x100000, 4)], {0x100000: random_pages(4)})
+    image = next(dump.folder.glob("pagemap-*.img"))
+    image.write_bytes(image.read_bytes()[:-1])
+    with pytest.raises(DumpError, match=f"truncated image: {image}"):
         dump.bake()
 
 
@@ -147,5 +155,5 @@ def test_a_message_passes_through_unchanged(message):
 
 @given(st.binary(max_size=60))
 def test_garbage_is_refused_in_our_words(data):
-    with contextlib.suppress(SnapshotCorruptError):
+    with contextlib.suppress(DumpError):
         ImageMessage.decode(data)
