@@ -7,7 +7,6 @@ every file's layer, so the signature covers the files too.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 from collections.abc import Iterator
@@ -187,12 +186,15 @@ def refuse_other_bytes(digest: str, actual: str) -> None:
 
 
 def _signer(annotations: dict[str, str], config: bytes) -> bytes:
+    hint = "export the snapshot again: `edgeinfer snapshots export`"
     try:
         public = base64.b64decode(annotations[SIGNER], validate=True)
         signature = base64.b64decode(annotations[SIGNATURE], validate=True)
-    except (KeyError, binascii.Error, ValueError) as error:
-        hint = "export the snapshot again: `edgeinfer snapshots export`"
+    except KeyError as error:
         raise SnapshotUntrustedError("the snapshot is not signed", hint=hint) from error
+    except ValueError as error:
+        problem = f"the snapshot's key or signature is not Base64: {error}"
+        raise SnapshotUntrustedError(problem, hint=hint) from error
     if not is_signed_by(public, signature, config):
         problem = "the signature is invalid: the snapshot was changed after it was signed"
         raise SnapshotUntrustedError(problem, hint="fetch or export the snapshot again")

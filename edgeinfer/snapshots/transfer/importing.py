@@ -80,7 +80,8 @@ def _refuse_other_options(description: SnapshotDescription) -> None:
     entry = load_catalog().get(parse_reference(model).name)
     if entry and entry.lora and LORA.field not in description.requested:
         problem = f"your models.toml sets `{LORA.field}` for {model}, but the snapshot has no adapters"
-        raise SnapshotStaleError(f"{_MISFIT}: {problem}", key="models.toml")
+        hint = f"remove `{LORA.field}` of {model} from models.toml, then import again"
+        raise SnapshotStaleError(f"{_MISFIT}: {problem}", key="models.toml", hint=hint)
 
 
 def _store_files(image: ImageStore, description: SnapshotDescription, progress: LoadProgress) -> None:

@@ -163,6 +163,12 @@ def unsign(folder, _key):
     Layout(folder).put_manifest(msgspec.json.encode(manifest))
 
 
+def garble_signature(folder, _key):
+    manifest = manifest_of(folder)
+    manifest.annotations[image.SIGNATURE] = "?"
+    Layout(folder).put_manifest(msgspec.json.encode(manifest))
+
+
 def other_signer(folder, _key):
     sign_again(folder, SigningKey(os.urandom(32)))
 
@@ -175,6 +181,7 @@ TAMPERINGS = {
     "a layer cut short": (cut, "snapshot-corrupt", " bytes, not "),
     "a symlink for a layer": (link, "snapshot-corrupt", "has no blob sha256:"),
     "no signature": (unsign, "snapshot-untrusted", "is not signed"),
+    "a garbled signature": (garble_signature, "snapshot-untrusted", "is not Base64"),
     "another signer": (other_signer, "snapshot-untrusted", "a key that you do not trust"),
 }  # fmt: skip
 
