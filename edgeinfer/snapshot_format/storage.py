@@ -198,7 +198,7 @@ def refuse_bad_name(user_name: str) -> None:
     if user_name and safe_name(user_name) != user_name:
         raise UsageError(
             f"{user_name!r} is not a valid snapshot name",
-            hint="only letters, digits and ._+-: --name my-snap",
+            hint="use letters, digits and ._+-, no dot first and no .gguf last: --name my-snap",
         )
 
 

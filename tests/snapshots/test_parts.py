@@ -71,9 +71,12 @@ def test_death_of_the_process_to_park_is_reported_with_its_last_lines(tmp_path):
 
 
 @pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])
-def test_unsafe_snapshot_name_is_refused_before_any_work(verb, capsys):
-    assert main([*verb, "--name", "bad name/x"]) == 2
-    assert "'bad name/x' is not a valid snapshot name" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["bad name/x", ".hidden", "m.gguf"])
+def test_unsafe_snapshot_name_is_refused_before_any_work(verb, name, capsys):
+    assert main([*verb, "--name", name]) == 2
+    message = capsys.readouterr().err
+    assert f"{name!r} is not a valid snapshot name" in message
+    assert "no dot first and no .gguf last" in message
 
 
 @pytest.mark.parametrize("typed", [["rm", "m"], ["prune", "--all"]])
