@@ -124,4 +124,6 @@ def refuse_stale(manifest: Manifest, folder: str) -> None:
 def _difference(name: str, key: str, before: str, now: str) -> str:
     if key == "cpu":
         return f"the snapshot {name} was made on another processor"
+    if key == "models.toml":  # the values are mtimes
+        return f"models.toml was changed after the snapshot {name} was made"
     return f"the snapshot {name} was made with another {key}: {before or 'none'}, now {now}"

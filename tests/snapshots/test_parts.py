@@ -534,6 +534,13 @@ def test_snapshot_whose_name_v0_2_0_derived_from_options_is_refused_and_pruned_f
     assert [storage.name_of(folder.name) for folder in registry.by_last_use(root)] == ["m,ctx8192", "m"]
 
 
+def test_changed_models_toml_is_reported_without_its_times(root):
+    publish(root, "m", keys={"models.toml": "1764417600000000000"})
+    with pytest.raises(SnapshotStaleError) as stale:
+        selection.find("m", {})
+    assert stale.value.message == "models.toml was changed after the snapshot m was made"
+
+
 def test_older_generations_and_stale_snapshots_are_pruned(root):
     publish(root, "a", 1)
     publish(root, "a", 2)
