@@ -32,6 +32,7 @@ _SMALL_ORDER = {0, 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8, _P - 1, _P, _P + 1}
 _EVP_PKEY_ED25519 = 1087
 _PRIVATE, _PUBLIC = "EVP_PKEY_new_raw_private_key", "EVP_PKEY_new_raw_public_key"
 _NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
+_OTHER_OPENSSL = "use the one-file program, or your distribution's Python"
 
 
 @cache
@@ -44,7 +45,7 @@ def _libcrypto() -> ctypes.CDLL:
                 getattr(library, maker).restype = ctypes.c_void_p
             return library
     problem = "this Python has a built-in OpenSSL that other code cannot use for signatures"
-    raise EdgeInferError(problem, hint="use the one-file program, or your distribution's Python")
+    raise EdgeInferError(problem, hint=_OTHER_OPENSSL)
 
 
 def fingerprint(public: bytes) -> str:
@@ -58,7 +59,8 @@ def _key(maker: str, raw: bytes) -> Iterator[ctypes.c_void_p]:
     crypto = _libcrypto()
     key = getattr(crypto, maker)(_EVP_PKEY_ED25519, None, raw, ctypes.c_size_t(KEY_BYTES))
     if not key:
-        raise EdgeInferError("OpenSSL does not accept the Ed25519 key")
+        problem = "this OpenSSL refuses Ed25519 keys, for example because it is in FIPS mode"
+        raise EdgeInferError(problem, hint=_OTHER_OPENSSL)
     try:
         yield ctypes.c_void_p(key)
     finally:
@@ -99,7 +101,8 @@ class SigningKey:
                 crypto.EVP_DigestSign(context, signature, ctypes.byref(size), message, length) == 1
             )
         if not done or size.value != SIGNATURE_BYTES:
-            raise EdgeInferError("OpenSSL could not sign with the Ed25519 key")
+            problem = "this OpenSSL could not sign with an Ed25519 key"
+            raise EdgeInferError(problem, hint=_OTHER_OPENSSL)
         return signature.raw
 
 
