@@ -97,12 +97,11 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     def _check_listener(self, port: int) -> None:
         """Raise ServeError unless this user or root listens at `port`."""
         uids = tcp.listener_uids(port)
-        if not uids or uids - {os.getuid(), 0}:
-            listener = "another user's program" if uids else "no program"
-            raise ServeError(
-                f"{self.url} is not your endpoint: {listener} listens there",
-                hint="`edgeinfer serve --port N` uses another port",
-            )
+        if not uids:
+            raise ServeError(f"{self.url} is not your endpoint: no program here listens at that port")
+        if uids - {os.getuid(), 0}:
+            problem = f"{self.url} is not your endpoint: another user's program listens there"
+            raise ServeError(problem, hint="`edgeinfer serve --port N` uses another port")
 
 
 def _message(value: Any) -> str:
