@@ -16,16 +16,20 @@ from edgeinfer.runtime.llama import backend_loading, backends
 from edgeinfer.shipping import update
 from edgeinfer.snapshot_format.storage import refuse_unsafe_ancestors
 
+_DRIVER_HINT = "install the driver of the GPU's maker, then run the command again"
+
 
 def install(name: str, channel: update.Channel, job: Job) -> str:
-    """Install the library of the backend `name`; return a sentence about what was done.
+    """Install the newest release's library of the GPU backend `name`, e.g. "cuda".
 
-    Raises ShippingError without a driver, a safe folder, or a library for this llama.cpp, and
-    DownloadError, ChecksumError, ReleaseUntrustedError, DiskFullError. After an error, an installed
-    library is as before, or, if the JSON file could not be written, unused until the next install.
+    Returns a sentence for the user: "cuda is installed", or "cuda was here already". Raises
+    ShippingError if the machine has no driver, if other users can change the folder, or if the release
+    has no library for this build of llama.cpp; also DownloadError, ChecksumError,
+    ReleaseUntrustedError, DiskFullError. An error leaves an installed library unchanged; if only the
+    JSON file could not be written, the engine does not use the library until the next install.
     """
     if driver := backends.driver_problem():
-        raise ShippingError(f"nothing was installed: {driver.reason}", hint=driver.fix or None)
+        raise ShippingError(f"nothing was installed: {driver.reason}", hint=driver.fix or _DRIVER_HINT)
     build, library = backend_loading.this_build(), backends.added_dir() / backends.file_name(name)
     hint = f"remove or rename a file or folder that is in the way: {library.parent}"
     with update.locked() as folder, disk.path_errors(library, hint, ShippingError):
@@ -53,13 +57,18 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
 
 
 def remove(name: str) -> None:
-    """Remove the installed library of the backend `name`, and its downloads. Raises UsageError."""
+    """Delete the library that `install` has added, its JSON file, and its unfinished downloads.
+
+    Raises UsageError if there is none of them.
+    """
     library = backends.added_dir() / backends.file_name(name)
     file_names = (library.name, backends.facts_path(library).name)
     with update.locked():
         files = [*update.list_files(library.parent, *file_names), *_leftovers(library)]
         if not files:
-            raise UsageError(f"no {name} library was added", hint="`edgeinfer backend` lists all")
+            raise UsageError(
+                f"no {name} library was added", hint="`edgeinfer backend` shows the installed ones"
+            )
         for file in files:
             file.unlink(missing_ok=True)
 

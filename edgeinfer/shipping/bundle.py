@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError, ShippingError
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.models import names, store
 from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.models.pull_plan import FetchedFile
@@ -25,17 +25,17 @@ from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.shipping.unpack import app_root
 
-#: Offset (bytes) of the first model file in the bundle section, and maximum size of the record.
+#: Bytes at the start of the bundle section that are reserved for the length and the record.
 HEADER_BYTES = 64 << 10
 
 
 def field(record: PulledModel) -> str:
-    """Return the bootloader's field of a bundled model: its name and 12 digits of its SHA-256."""
+    """Return the bundled model's name in the bootloader: `NAME-` and 12 digits of its SHA-256."""
     return f"{record.name}-{record.sha256[:12]}"
 
 
 def offsets(record: PulledModel) -> list[int]:
-    """Return the offset of each model file (bytes from the start of the bundle section)."""
+    """Return the offset of each model file, in bytes from the start of the bundle section."""
     starts = [HEADER_BYTES]
     for file in record.files[:-1]:
         starts.append(starts[-1] + file.size_bytes + (-file.size_bytes % PAGE))
@@ -43,9 +43,9 @@ def offsets(record: PulledModel) -> list[int]:
 
 
 def read(shipped: Shipped) -> PulledModel:
-    """Read the bundled model's record. Raises ShippingError without a model, ChecksumError."""
+    """Read the bundled model's record. Raises ChecksumError if it is missing or was changed."""
     if not shipped.bundle_length:
-        raise ShippingError(f"{shipped.path} contains no model")
+        raise payload.damage_error(shipped.path, "it contains no model")
     with shipped.path.open("rb") as file:
         file.seek(shipped.bundle_offset)
         (length,) = struct.unpack("<Q", file.read(8))
@@ -60,7 +60,10 @@ def read(shipped: Shipped) -> PulledModel:
 
 
 def store_model(shipped: Shipped, job: Job) -> PulledModel:
-    """Store the bundled model if it is missing. Raises ChecksumError, DiskFullError, ModelBusyError."""
+    """Copy the bundled model to the model store unless it is there; return its record.
+
+    Raises ChecksumError, DiskFullError, and ModelBusyError if another process changes that model.
+    """
     bundled = read(shipped)
     with locked_work_folder(bundled.reference) as work:
         record = store.read_record(bundled.folder)
@@ -116,7 +119,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Copy the model inside the one-file program `argv[0]` into the model store; return exit status.
+    """Copy the model inside the one-file program `argv[0]` to the model store; return the exit status.
 
     `unpack.main` runs this at the program's first start.
     """

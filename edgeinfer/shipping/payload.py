@@ -32,17 +32,18 @@ MODEL_FIELD = b"EDGEINFER-MODEL="
 PAYLOAD_MAGIC = b"EDGEPAY1"
 TRAILER = struct.Struct("<8sQQQQ")
 TRAILER_MAGIC = b"EDGETRL1"
-#: PyInstaller's cookie, big-endian: magic, archive's length, contents, Python's version, library.
+#: PyInstaller's cookie, the last bytes of the file (big-endian): magic, length of the archive, offset
+#: and length of its table of contents, Python's version, name of Python's library.
 COOKIE = struct.Struct("!8sIIII64s")
 COOKIE_MAGIC = b"MEI\014\013\012\013\016"
-#: The bootloader's fields are within this many bytes from the start of the file.
+#: APP_FIELD and MODEL_FIELD are in the bootloader, within this many bytes from the file's start.
 HEAD_BYTES = 1 << 20
 #: Maximum size (bytes) of an index, so that a damaged length causes no huge allocation.
 MAX_INDEX_BYTES = 8 << 20
 
 
 class PayloadEntry(NamedTuple):
-    """A file of the payload, in block number `block`. Entries have the order of the block's content."""
+    """A file of the payload. Its content is in block number `block`, after that of earlier entries."""
 
     path: str
     mode: int
@@ -52,7 +53,10 @@ class PayloadEntry(NamedTuple):
 
 
 class Block(NamedTuple):
-    """`size` bytes of xz data at `offset` of the payload; unpacked, `raw` bytes of joined files."""
+    """The joined contents of some files, compressed: `size` bytes of xz at `offset` of the payload.
+
+    `raw` is the number of bytes before compression.
+    """
 
     offset: int
     size: int
@@ -60,7 +64,11 @@ class Block(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The payload's content. `relocate` lists the executables whose ELF interpreter unpacking sets."""
+    """The payload's table of contents. `name` is the folder's name, as `folder_name` returns it.
+
+    `links` are the symbolic links as (path, target). `relocate` lists the executables that get the path
+    of the unpacked ELF interpreter.
+    """
 
     version: str
     files: tuple[PayloadEntry, ...]
@@ -76,7 +84,10 @@ class Index(NamedTuple):
 
 
 class Shipped(NamedTuple):
-    """Offsets and lengths (bytes) of a one-file program's parts; a length of 0 means no such part."""
+    """Offsets and lengths (bytes) of a one-file program's parts. A length of 0 means no such part.
+
+    `app` is the name of the application's folder; `model` is what `bundle.field` returns, or "".
+    """
 
     path: Path
     app: str
@@ -89,23 +100,25 @@ class Shipped(NamedTuple):
 
 
 def read_field(head: bytes, key: bytes) -> str:
-    """Return the bootloader's field `key`. Raises ShippingError if `head` has none."""
+    """Return the bootloader's field `key`. Raises ShippingError if `head`, a file's start, has none."""
     position = find_field(head, key)
     return head[position + len(key) : position + FIELD_BYTES].split(b"\0", 1)[0].decode()
 
 
 def find_field(head: bytes, key: bytes) -> int:
-    """Return the offset of the bootloader's field `key` in `head`. Raises ShippingError without one."""
+    """Return the offset of the bootloader's field `key` in `head`. Raises ShippingError without it."""
     position = head.find(key)
     if position < 0:
-        raise ShippingError(
-            "this is not an edgeinfer binary: its bootloader has no field " + key.decode()
-        )
+        problem = f"this is not an edgeinfer binary: its bootloader has no field {key.decode()}"
+        raise ShippingError(problem, hint="download the file again")
     return position
 
 
 def open_shipped(path: Path) -> Shipped:
-    """Find the parts of a one-file program. Raises ShippingError, OSError."""
+    """Find the parts of a one-file program.
+
+    Raises OSError if `path` cannot be read, ShippingError if it is not a one-file program.
+    """
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         file_size = file.seek(0, os.SEEK_END)
@@ -127,7 +140,7 @@ def open_shipped(path: Path) -> Shipped:
 
 
 def read_index(file: BinaryIO, shipped: Shipped) -> Index:
-    """Read the payload's index; verify it by the name in the bootloader. Raises ChecksumError."""
+    """Read the payload's index. Raises ChecksumError if its digest is not the one in the bootloader."""
     file.seek(shipped.payload_offset)
     magic, length = struct.unpack("<8sQ", file.read(16))
     if magic != PAYLOAD_MAGIC or length > min(MAX_INDEX_BYTES, shipped.payload_length):
@@ -140,7 +153,7 @@ def read_index(file: BinaryIO, shipped: Shipped) -> Index:
 
 
 def parse_index(raw: bytes) -> Index | None:
-    """Parse an index; return None if `raw` is invalid or names a path outside its folder."""
+    """Parse an index; return None if it is invalid or has a path outside the application's folder."""
     try:
         document: dict[str, Any] = json.loads(raw)
         version = document["version"]
@@ -160,12 +173,12 @@ def parse_index(raw: bytes) -> Index | None:
 
 
 def folder_name(version: str, index: bytes) -> str:
-    """Return `VERSION-` and 20 digits of the index's SHA-256."""
+    """Return the name of an application's folder: `VERSION-` and 20 digits of the index's SHA-256."""
     return f"{version}-{hashlib.sha256(index).hexdigest()[:20]}"
 
 
 def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
-    """Read and unpack one block. Thread-safe. Raises ChecksumError."""
+    """Read and decompress one block from the file `fd`. Thread-safe. Raises ChecksumError."""
     import lzma  # slow import (1 ms), not needed by launches
 
     packed = os.pread(fd, block.size, shipped.payload_offset + block.offset)
@@ -181,7 +194,10 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
 def split_block(
     raw: bytes, entries: list[PayloadEntry], path: Path
 ) -> Iterator[tuple[PayloadEntry, memoryview]]:
-    """Yield a block's files and their content. Raises ChecksumError if a file's SHA-256 differs."""
+    """Yield a block's files and their content. Raises ChecksumError if a file's SHA-256 differs.
+
+    `raw` is the decompressed block, and `path` that of the program, for the error.
+    """
     offset, view = 0, memoryview(raw)
     for entry in entries:
         content = view[offset : offset + entry.size]
@@ -192,22 +208,26 @@ def split_block(
 
 
 def damage_error(path: Path, reason: str) -> ChecksumError:
-    """Make the error for a damaged one-file program."""
+    """Return the error for a damaged one-file program: "PATH is damaged: REASON"."""
     hint = "download the file again and compare it with its SHA256SUMS"
     return ChecksumError(f"{path} is damaged: {reason}", hint=hint)
 
 
-# --- executables that name their own folder
+# --- the ELF interpreter of an executable, which is an absolute path
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
-    """Return offset and length (without 0) of an ELF's interpreter. Raises ShippingError for none."""
+    """Return offset and length of the interpreter's path in an executable, without the 0 at its end.
+
+    Raises ShippingError if it has none.
+    """
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
         if kind == 3:  # PT_INTERP: the interpreter's segment
             return offset, length - 1
-    raise ShippingError("an executable without an ELF interpreter cannot be relocated")
+    problem = "an executable to unpack has no ELF interpreter: it is not linked dynamically"
+    raise ShippingError(problem, hint="download a release, or build again with a dynamic executable")
 
 
 def pad(path: str, length: int) -> bytes:
@@ -220,6 +240,9 @@ def pad(path: str, length: int) -> bytes:
 
 
 def relocate(elf: bytes | memoryview, interpreter: str) -> bytes:
-    """Return the executable `elf` with this ELF interpreter; "" gives the form that is hashed."""
+    """Return a copy of the executable `elf` whose ELF interpreter is at the path `interpreter`.
+
+    For "", the path consists of slashes. Executables have this form in the payload.
+    """
     offset, length = interpreter_span(elf)
     return bytes(elf[:offset]) + pad(interpreter, length) + bytes(elf[offset + length :])

@@ -15,12 +15,12 @@ TYPE_CHECKING = False  # importing typing costs 3 ms, which the launcher would p
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Environment variable with the path of the one-file program that started this process or its launcher;
-#: not set in a checkout or an installation.
+#: Environment variable with the path of the one-file program, also in the processes that it starts;
+#: not set in a checkout or an installed package.
 FILE_VARIABLE = "EDGEINFER_FILE"
 #: File name of the program in the unpacked application's folder.
 APP_PROGRAM = "edgeinfer-app"
-#: Files with the certificate authorities of distributions: Debian, Fedora, openSUSE, Alpine.
+#: Files in which distributions have certificate authorities: Debian, Fedora, openSUSE, Alpine.
 _AUTHORITIES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -30,14 +30,14 @@ _AUTHORITIES = (
 
 
 _CXX = "libstdc++.so.6"
-#: Folders with libstdc++ in distributions: Debian, Ubuntu; Fedora, RHEL; Arch.
+#: Folders in which distributions have libstdc++: Debian and Ubuntu; Fedora and RHEL; Arch.
 _LIBRARIES = (f"/usr/lib/{getattr(sys.implementation, '_multiarch', '')}", "/usr/lib64", "/usr/lib")
 
 
 def restore_environment() -> None:
-    """Undo the changes of PyInstaller's bootloader to the environment, which child programs inherit.
+    """Undo PyInstaller's changes to the environment, so that child programs do not inherit them.
 
-    This process needs them no longer: the dynamic linker has already read `LD_LIBRARY_PATH`.
+    This process no longer needs these changes: the dynamic linker has already read `LD_LIBRARY_PATH`.
     """
     before = os.environ.pop("LD_LIBRARY_PATH_ORIG", None)
     for name in list(os.environ):
@@ -53,14 +53,14 @@ def is_shipped() -> bool:
 
 
 def app_dir() -> Path | None:
-    """Return the unpacked application; None in a checkout or an installation."""
+    """Return the folder of the unpacked application; None in a checkout or an installed package."""
     from pathlib import Path  # slow import (5 ms): the launcher never calls this
 
     return Path(sys.executable).parent if is_shipped() else None
 
 
 def program_file() -> Path | None:
-    """Return the one-file program that runs; None if it was removed, or without one."""
+    """Return the running one-file program; None if its file was removed, or in an installed package."""
     from pathlib import Path
 
     named = os.environ.get(FILE_VARIABLE, "")
@@ -68,9 +68,10 @@ def program_file() -> Path | None:
 
 
 def trust_certificates() -> None:
-    """Let OpenSSL find certificate authorities: the environment's, this system's, or certifi's.
+    """Set SSL_CERT_FILE to this system's certificate authorities, or, if it has none, to certifi's.
 
-    By itself, the bundled OpenSSL looks only at Debian's path.
+    Nothing is changed if SSL_CERT_FILE or SSL_CERT_DIR is set. The bundled OpenSSL itself looks only at
+    Debian's path.
     """
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return
@@ -81,11 +82,10 @@ def trust_certificates() -> None:
 
 
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
-    """Load this system's C++ library if it is newer than the bundled one.
+    """Load the system's libstdc++ from one of `folders` if it is newer than the bundled one.
 
-    Returns the library's path; "" if it is not newer, or cannot be loaded.
-    A process has only one libstdc++, and a GPU driver may need a newer one than the bundled one; newer
-    versions also serve older programs. The target of the link `libstdc++.so.6` has the version.
+    Returns the path of the loaded library; "" if none was loaded. A process has only one libstdc++, and
+    a GPU driver may need a newer one than the bundled one; older programs can use a newer one, too.
     """
     own_version = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
     newest = max((_cxx_version(folder), folder) for folder in folders)
@@ -102,6 +102,7 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
 
 
 def _cxx_version(folder: str) -> tuple[int, ...]:
+    """Return (6, 0, 33) if the folder's libstdc++.so.6 is a link to libstdc++.so.6.0.33; else ()."""
     try:
         target = os.path.basename(os.readlink(f"{folder}/{_CXX}"))
     except OSError:
@@ -111,9 +112,10 @@ def _cxx_version(folder: str) -> tuple[int, ...]:
 
 
 def start() -> None:
-    """Mark this process as the one-file program, before other modules are imported.
+    """Let `sys` and the environment show that this process is the one-file program.
 
-    `handover.c` has put the paths into `sys`, and calls the launcher's main next.
+    build/handover.c has put the paths into `sys`. It calls this before other modules are imported, and
+    then the launcher's main.
     """
     app: str = sys._edgeinfer_app  # type: ignore[attr-defined]
     sys.frozen = True  # type: ignore[attr-defined]

@@ -49,9 +49,11 @@ def app_root() -> Path:
 def ensure_unpacked(
     file: Path, progress: Progress | None = None, waiting: Callable[[], None] | None = None
 ) -> Path:
-    """Unpack the application of the shipped `file` unless it exists; return its folder.
+    """Unpack the application of the one-file program `file` unless that is done; return its folder.
 
-    Raises ChecksumError, DiskFullError, ShippingError for an unwritable folder or an invalid `file`.
+    `waiting` is called if another process is unpacking, before the wait for that process. Raises
+    ChecksumError, DiskFullError, SnapshotUnsafeError if other users can change the folder, and
+    ShippingError if the folder cannot be written or `file` is not a one-file program.
     """
     shipped = payload.open_shipped(file)
     folder = app_root() / shipped.app
@@ -90,7 +92,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock of the application folder; if another process holds it, call `waiting` first."""
+    """Hold the lock for unpacking and removing. If another process holds it, call `waiting` first."""
     root = app_root()
     paths.make_folder(root)
     with disk.locked(root / ".lock", waiting):
@@ -162,7 +164,7 @@ def _unpack_blocks(
 
 
 def interpreter(folder: Path, path: str) -> str:
-    """Return the ELF interpreter for `folder/path`: the ld.so in the `lib` next to its `bin`."""
+    """Return the path of the ld.so for the executable `folder/path`: in `lib`, next to its folder."""
     name = "ld-linux-aarch64.so.1" if os.uname().machine == "aarch64" else "ld-linux-x86-64.so.2"
     return str((folder / path).parent.parent / "lib" / name)
 
@@ -177,7 +179,7 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Sync `folder` and every folder below it; the files are already synced."""
+    """Flush `folder` and every folder below it to the disk. Their files must be there already."""
     for directory, _, _ in os.walk(folder):
         disk.sync(directory)
 
@@ -193,7 +195,10 @@ def versions() -> list[Path]:
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove and return versions that no process or one-file program uses. The caller has the lock."""
+    """Remove the versions, except `keep`, that no process and no one-file program uses; return them.
+
+    The caller must hold the lock (`locked`).
+    """
     removed = []
     for folder in versions():
         if folder != keep and not _has_shipped_file(folder) and not users(folder):
@@ -212,7 +217,7 @@ def _has_shipped_file(folder: Path) -> bool:
 
 
 def users(folder: Path) -> list[int]:
-    """List this user's other processes that have a file of `folder` mapped."""
+    """List the pids of this user's other processes that have a file of `folder` mapped."""
     needle = os.fsencode(folder) + b"/"
     pids = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -229,7 +234,7 @@ def _give_up() -> None:
 
 
 def tidy() -> None:
-    """Remove unused versions, unless another process holds the lock. Takes 0.1 ms with one version."""
+    """Remove unused versions, unless another process holds the lock. Takes 0.1 ms for one version."""
     if len(versions()) < 2:
         return
     with contextlib.suppress(OSError), locked(_give_up):
@@ -237,7 +242,7 @@ def tidy() -> None:
 
 
 def remove_version(folder: Path) -> None:
-    """Remove an unpacked application; rename it first, so that no incomplete one can be started."""
+    """Remove an unpacked application. It is renamed first, so that no incomplete one can start."""
     renamed = folder.with_name(_REMOVING + folder.name)
     shutil.rmtree(renamed, ignore_errors=True)
     os.rename(folder, renamed)
@@ -254,7 +259,10 @@ def _remove_leftovers() -> None:
 
 
 def main() -> int:
-    """Unpack, store a bundled model, and execute the one-file program again."""
+    """Unpack the application, store a bundled model, and execute the one-file program again.
+
+    Returns the exit status of an error; otherwise the new program replaces this process.
+    """
     from edgeinfer import error_text
 
     restore_environment()

@@ -57,14 +57,14 @@ SIGNATURE = ".sig"
 PREVIOUS = "previous"
 SEEN = "seen"
 _TRIAL_S = 900
-#: Maximum time (s) by which this machine's clock may be behind the publisher's.
+#: This machine's clock may be slow: a manifest may have been issued up to this long (s) in the future.
 _CLOCK_S = 24 * 3600
-#: Limits for the manifest, and for its signature: size (bytes), and time (s).
+#: Maximum size (bytes) of a manifest, and of a signature; maximum time (s) to fetch either.
 _MANIFEST_BYTES, _MANIFEST_S = 64 << 10, 60.0
 
 
 class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A one-file program that the manifest lists."""
+    """A one-file program that a release's manifest (release.json) lists."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,80}\Z")]
     size_bytes: Annotated[int, Meta(ge=1, le=64 << 30)]
@@ -72,15 +72,16 @@ class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleasedBackend(ReleasedFile, frozen=True, kw_only=True):
-    """A library of a GPU backend, which the server has next to the manifest."""
+    """A GPU backend's library in a release; `facts` say for which build of llama.cpp it is."""
 
     facts: LibraryFacts
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/1", tag_field="schema"):
-    """A manifest: version, files by machine (`uname -m`), and its issue and expiry (Unix time).
+    """A release's manifest. `files` has a one-file program for each machine (`uname -m`).
 
-    A manifest older than one that was fetched before is refused.
+    `issued_s` and `expires_s` are Unix times. `newest` refuses a manifest that was issued before one
+    that it has already accepted.
     """
 
     version: Annotated[str, Meta(pattern=r"\A\d{1,6}\.\d{1,6}\.\d{1,6}\Z")]
@@ -102,7 +103,10 @@ def channel() -> Channel:
 
 
 def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Release:
-    """Parse a manifest after checking its signature. Raises ReleaseUntrustedError, ShippingError."""
+    """Check the signature of a manifest, and parse it.
+
+    Raises ReleaseUntrustedError if none of `keys` has signed it, ShippingError if it is not valid.
+    """
     if not any(is_signed_by(bytes.fromhex(key), signature, raw) for key in keys):
         raise ReleaseUntrustedError("the release's manifest is not signed by a key of this program")
     try:
@@ -118,7 +122,11 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def own_program(*, replaces: bool = True) -> Path:
-    """Return this process's one-file program. Raises ShippingError if it cannot be replaced."""
+    """Return this process's one-file program.
+
+    Raises ShippingError if there is none, if its file was removed or belongs to a Linux package, and,
+    with `replaces`, if its folder cannot be written.
+    """
     if not shipped.is_shipped():
         raise ShippingError(
             "this edgeinfer is a Python package: update it with the tool that installed it",
@@ -128,41 +136,50 @@ def own_program(*, replaces: bool = True) -> Path:
     if program is None:
         raise ShippingError("the file of this program was removed", hint="install edgeinfer again")
     if program.parent == Path("/usr/bin"):
-        manager = "update the package with your package manager (apt, dnf)"
-        raise ShippingError(f"{program} belongs to a package", hint=manager)
+        manager = "update it with your package manager, e.g. `apt upgrade` or `dnf upgrade`"
+        raise ShippingError(f"{program} belongs to an installed Linux package", hint=manager)
     if replaces and not os.access(program.parent, os.W_OK):
-        raise ShippingError(f"{program.parent} cannot be written", hint="run the command as its owner")
+        problem = f"{program} cannot be replaced: you may not write to {program.parent}"
+        raise ShippingError(problem, hint="run the command as the owner of that folder")
     return program
 
 
 def refuse_unless_ours(program: Path, app: str) -> None:
-    """Raise ShippingError unless this user owns `program` and it still contains `app`."""
+    """Raise ShippingError unless this user owns `program` and it contains the application `app`.
+
+    `app` is the folder's name of the running version. Another one means that `program` was replaced.
+    """
     owner = program.stat().st_uid
     if owner != os.geteuid():
         message = f"{program} belongs to user {owner}; the update would change its owner"
         raise ShippingError(message, hint="run the command as that user")
     if payload.open_shipped(program).app != app:
-        raise ShippingError(f"{program} was replaced meanwhile", hint="run the command again")
+        problem = f"another process has replaced {program} since this command started"
+        raise ShippingError(problem, hint="run the command again")
 
 
 @contextmanager
 def locked() -> Iterator[Path]:
-    """Lock updates and backend installations; yield DATA/update. Raises ShippingError if locked."""
+    """Lock updates and backend installations; yield the folder DATA/update.
+
+    Raises ShippingError if another process holds the lock.
+    """
     folder = paths.data_dir() / "update"
     paths.make_folder(folder)
 
     def busy() -> None:
-        raise ShippingError("another update or backend installation runs", hint="try again later")
+        problem = "another process is updating edgeinfer or installing a GPU backend"
+        raise ShippingError(problem, hint="wait until it has ended, then run the command again")
 
     with disk.locked(folder / ".lock", busy):
         yield folder
 
 
 def newest(channel: Channel, folder: Path) -> Release:
-    """Fetch the newest manifest, record its issue time in `folder`, and return the manifest.
+    """Fetch the newest release's manifest, and record in `folder` when it was issued.
 
-    Raises ReleaseUntrustedError for a wrong signature, or a manifest that is expired, older than one
-    seen before, or issued in the future; DownloadError; ShippingError without URL or keys.
+    Raises DownloadError; ShippingError if `channel` has no URL or no keys; ReleaseUntrustedError if the
+    signature is wrong, or the manifest has expired, was issued before a recorded one, or in the future.
     """
     if not channel.url or not channel.keys:
         raise ShippingError(
@@ -198,7 +215,9 @@ def _last_issued_s(file: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
-        raise ShippingError(f"{file} is damaged", hint="remove the file and try again") from error
+        reason = error.strerror if isinstance(error, OSError) else "it does not contain a number"
+        problem = f"{file}, the time of the newest known release, cannot be read: {reason}"
+        raise ShippingError(problem, hint="remove that file, then update again") from error
 
 
 def _get(channel: Channel, name: str) -> bytes:
@@ -211,7 +230,8 @@ def _get(channel: Channel, name: str) -> bytes:
         if event == "connection.connect_tcp.complete":
             connections.append(info["return_value"])
 
-    # the client's timeout limits each read: a server that sends single bytes would never exceed it
+    # after `_MANIFEST_S`, shut the connections down: the client's own timeout limits only each read,
+    # which a server that sends single bytes would never exceed
     timer = threading.Timer(_MANIFEST_S, lambda: [*map(http_client.shut_down, connections)])
     timer.start()
     try:
@@ -224,7 +244,8 @@ def _get(channel: Channel, name: str) -> bytes:
             for chunk in response.iter_raw():
                 raw += chunk
                 if len(raw) > _MANIFEST_BYTES:
-                    raise ReleaseUntrustedError(f"{url} is too large for a manifest")
+                    problem = f"{url} has more than {_MANIFEST_BYTES >> 10} KiB, the limit"
+                    raise ReleaseUntrustedError(problem)
             if time.monotonic() > end_s:
                 raise httpx2.ReadTimeout("")
     except httpx2.HTTPError as error:
@@ -240,8 +261,9 @@ def _get(channel: Channel, name: str) -> bytes:
 def install(program: Path, release: Release, url: str, folder: Path, job: Job) -> None:
     """Fetch the release's file for this machine, verify and test it, and let it replace `program`.
 
-    After DownloadError, ChecksumError, DiskFullError, ReleaseUntrustedError or ShippingError, `program`
-    is unchanged, and a download that can be continued is kept.
+    `url` is that of the channel; `folder` (DATA/update) gets the download and the previous file. After
+    DownloadError, ChecksumError, DiskFullError, ReleaseUntrustedError or ShippingError, `program` is
+    unchanged, and the next call continues a download that can be continued.
     """
     machine = platform.machine()
     file = release.files.get(machine)
@@ -263,7 +285,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
 
 
 def list_files(folder: Path, *patterns: str) -> list[Path]:
-    """List the files, but no folders, in `folder` whose names match one of these patterns."""
+    """List the files in `folder` (not folders) whose names match one of the glob `patterns`."""
     named = (path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in patterns))
     return [path for path in named if path.is_symlink() or not path.is_dir()]
 
@@ -273,7 +295,7 @@ def place_verified(
 ) -> None:
     """Download a file of the release at `url` into `folder`, and copy it to `target`, atomically.
 
-    Raises DownloadError, DiskFullError, and ChecksumError if its SHA-256 is not the manifest's.
+    Raises DownloadError, DiskFullError, and ChecksumError if the manifest has another SHA-256.
     """
     source = f"{url}/{file.name}"
     remote = download.Remote(
@@ -305,7 +327,7 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
     """
     app = payload.open_shipped(candidate).app.rpartition("-")[0]
     if app != version:
-        raise ReleaseUntrustedError(f"the release {version} contains a file of version {app}")
+        raise ReleaseUntrustedError(f"the file of release {version} contains version {app}")
     generative = (m for m in store.list_pulled() if m.entry_by_header().purpose in ("chat", "base"))
     smallest = min(generative, key=lambda model: model.size_bytes, default=None)
     commands = [["version", "--json"]]
@@ -351,10 +373,16 @@ def _unfit_error(version: str, command: list[str], reason: str) -> EdgeInferErro
 
 
 def back(program: Path, folder: Path) -> str:
-    """Exchange `program` and the previous version; return that. Raises ShippingError without one."""
+    """Exchange `program` and the previous version's file; return the version that `program` now has.
+
+    Raises ShippingError if there is no previous version, or if `program` has it already.
+    """
     previous = folder / PREVIOUS
     if not previous.exists():
-        raise ShippingError("there is no previous version", hint="`edgeinfer update` keeps one")
+        raise ShippingError(
+            "there is no previous version to return to",
+            hint="`edgeinfer update` keeps the version that it replaces",
+        )
     app = payload.open_shipped(previous).app
     if app == payload.open_shipped(program).app:
         problem = "the previous version is also the installed one"
