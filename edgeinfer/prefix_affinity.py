@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-#: Characters between two hashes: about as long as a KV block (256 tokens).
+#: A prompt has a hash for every so many characters: about as many as a KV block (256 tokens) has.
 _STRIDE = 1024
 #: Maximum number of hashes of a prompt, so that only its first 262,144 characters count.
 _MAX_HASHES = 256
@@ -16,14 +16,20 @@ _MAX_ENTRIES = 200_000
 
 
 class PrefixAffinity:
-    """Maps prefix hashes to the replica that prefilled them last. If full, drops the oldest entry."""
+    """Maps each hash of a prompt prefix to the replica that prefilled that prefix last.
+
+    If the map is full, the entries that were recorded longest ago are dropped.
+    """
 
     def __init__(self, max_entries: int = _MAX_ENTRIES) -> None:
         self._max_entries = max_entries
         self._replica: OrderedDict[int, Any] = OrderedDict()
 
     def find(self, hashes: Sequence[int], replicas: Any) -> Any:
-        """Return the member of `replicas` that prefilled the longest prefix; None if none did."""
+        """Return the member of `replicas` that prefilled the longest prefix; None if none did.
+
+        `hashes` are those of one prompt, as `prefix_hashes` returns them.
+        """
         for prefix in reversed(hashes):
             replica = self._replica.get(prefix)
             if replica is not None and replica in replicas:
@@ -43,8 +49,8 @@ def prefix_hashes(*parts: object) -> tuple[int, ...]:
     """Return the hashes of a prompt's first 1,024 characters, its first 2,048 and so on.
 
     `parts` are texts, or lists and dicts of texts at any depth, in the order of the prompt. Each hash
-    is 64 bits of BLAKE2b. Two prompts share a hash for each 1,024 characters of their common prefix.
-    The last hash covers the whole text, so short prompts have one too.
+    is 64 bits of BLAKE2b. If two prompts have the same first 3,000 characters, their first two hashes
+    are equal. The last hash covers the whole text (up to 262,144 characters), so short ones have one.
     """
     text = "\n".join(_texts(parts))
     running = blake2b(digest_size=8)

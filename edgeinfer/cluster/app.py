@@ -26,16 +26,16 @@ from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import ENDING_S, EndpointReplica
 
-#: Maximum number of running requests in the front end: only the replicas' limits matter.
+#: Maximum number of running requests in the front end: so high that only the replicas' limits matter.
 _MANY = 10_000
-#: Interval (s) at which Serve counts waiting requests. Serve's default would delay the start of a model
-#: that is scaled to 0 by up to 10 s.
+#: Interval (s) at which Serve counts waiting requests. With Serve's default, the first request to a
+#: model without a running replica would wait up to 10 s longer.
 _COUNT_S = 0.2
 _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 
 
 class ModelDeployment(EndpointReplica):
-    """The Ray actor of one replica: starts an endpoint, and exports its metrics."""
+    """The Ray actor of one replica: it starts an endpoint, and exports the endpoint's metrics."""
 
     async def __init__(self, settings: ModelSettings) -> None:  # type: ignore[misc]  # awaited by Ray
         super().__init__(settings, serve.get_replica_context().replica_id.unique_id)
@@ -43,7 +43,10 @@ class ModelDeployment(EndpointReplica):
         await self.ready()
 
     async def check_health(self) -> None:
-        """Raise an error if the endpoint is not healthy. After several errors Ray replaces it."""
+        """Raise what `check` raises; otherwise export the endpoint's metrics.
+
+        Ray calls this every 5 s, and replaces the replica after several errors.
+        """
         await self.check()
         self._export.export(await self.metrics())
 
@@ -68,8 +71,8 @@ class FrontDeployment:
 def application(arguments: Mapping[str, object]) -> serve.Application:
     """Make the application that `serve run` deploys.
 
-    `arguments` are `{"models": [ModelSettings, …], …}` or the fields of one `ModelSettings`. Raises
-    UsageError.
+    `arguments` are the fields of `Settings`, or, for a single model, those of `ModelSettings`. Raises
+    UsageError if they are invalid.
     """
     settings = read_settings(arguments)
     models = {model.model: _deployment(model) for model in settings.models}
@@ -101,7 +104,7 @@ def _deployment(model: ModelSettings) -> Any:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Prefers the replica that prefilled the longest prefix of a request, otherwise a less busy one.
+    """Chooses the replica that prefilled the longest prefix of a request, otherwise a less busy one.
 
     Ray Serve's interface: https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html
     """
@@ -115,8 +118,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     ) -> Sequence[list[RunningReplica]]:
         """Return lists of replicas, which Serve tries in turn.
 
-        The first list has only the replica with the cached prefix, and is left out if that replica's
-        queue is full. The last list has all replicas.
+        The last list has all replicas. A list before it has only the replica with the longest cached
+        prefix, if one has such a prefix and its queue is not full.
         """
         if not candidate_replicas:
             return []

@@ -21,7 +21,7 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.problems import Problem, unavailable
 
-#: Response header that contains Ray's id of the replica that answered.
+#: Response header with the id that Ray has given to the answering replica.
 REPLICA_HEADER = "x-edgeinfer-replica"
 _LOG = logging.getLogger("ray.serve")
 _STREAMS = ("text/event-stream", "application/x-ndjson")
@@ -42,8 +42,8 @@ class FrontEnd:
         self._first = next(iter(models))
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Forward a request to a replica, except health checks and the list of models."""
-        # `request.url` would trust the Host header, which is not yet checked
+        """Forward a request to a replica. Health checks and the list of models are answered here."""
+        # `request.url` is not used: it contains the Host header, which is not yet checked
         route = app.match_route(request.scope["path"])
         try:
             return await self._answer(request, route)
@@ -149,13 +149,13 @@ def decode_json(body: bytes) -> object:
 
 
 def prefix_hashes(body: object) -> tuple[int, ...]:
-    """Return hashes of the prefixes of a decoded request's prompt; () if `body` has no prompt."""
+    """Return the hashes of the prompt's prefixes in a decoded request body; () without one."""
     if not isinstance(body, dict):
         return ()
     return prefix_affinity.prefix_hashes([body[field] for field in _PROMPT_FIELDS if field in body])
 
 
 def requested_model(body: object) -> str:
-    """Return the field `model` of a decoded request; "" if `body` has no such text."""
+    """Return the field `model` of a decoded request body; "" if it is missing, or not a text."""
     model = body.get("model") if isinstance(body, dict) else None
     return model if isinstance(model, str) else ""

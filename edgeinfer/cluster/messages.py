@@ -22,9 +22,10 @@ Headers = tuple[tuple[str, str], ...]
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one model's deployment.
 
+    - `model`: name or path of the model, as for `edgeinfer serve`.
     - `serve`: further arguments of `edgeinfer serve`, e.g. `("--ctx", "8192")`.
-    - `min_replicas`, `max_replicas`: Ray adds a replica per `target_ongoing_requests` running or
-      waiting requests, and removes replicas that have been idle for `idle_s` (s).
+    - `min_replicas`, `max_replicas`: limits of their number. Ray adds a replica for each
+      `target_ongoing_requests` running or waiting requests, and removes one that was idle for `idle_s`.
     - `max_ongoing_requests`: requests that one replica accepts at a time.
     - `cpus`: CPU cores that each replica reserves and uses.
     """
@@ -42,8 +43,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the application. The first model answers requests that name none.
 
-    A request gets an error 503 if no replica has accepted it within `start_s` (s). `hosts` are accepted
-    names in the Host header, in addition to localhost and IP addresses.
+    A request gets an error 503 if no replica has accepted it within `start_s` (s). A request's Host
+    header must be localhost, an IP address, or one of `hosts`.
     """
 
     models: Annotated[tuple[ModelSettings, ...], msgspec.Meta(min_length=1)]
@@ -52,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_settings(arguments: Mapping[str, object]) -> Settings:
-    """Read `{"models": [ModelSettings, …]}`, or the fields of one ModelSettings. Raises UsageError."""
+    """Convert the fields of `Settings`, or of one `ModelSettings`. Raises UsageError if invalid."""
     table = arguments if "models" in arguments else {"models": [arguments]}
     try:
         settings = msgspec.convert(table, Settings, strict=False)
@@ -82,7 +83,10 @@ class Request(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The first message of a replica (Ray's id) that has accepted a request, before the response."""
+    """The first message of a replica, before the response: it has accepted the request.
+
+    `replica` is the id that Ray has given to it.
+    """
 
     replica: str
 
@@ -99,6 +103,9 @@ Chunk = Ack | ResponseStart | bytes
 
 
 def strip_hop_by_hop(headers: Headers) -> Headers:
-    """Return the headers that a proxy must forward, with names in lower case."""
+    """Return the headers that a proxy forwards, with names in lower case.
+
+    Left out are headers of the single connection, Host and Content-Length.
+    """
     lower = ((name.lower(), value) for name, value in headers)
     return tuple((name, value) for name, value in lower if name not in _HOP_BY_HOP | _SET_ANEW)

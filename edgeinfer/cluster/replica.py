@@ -29,12 +29,15 @@ from edgeinfer.platform import process
 _READY_S = 600.0
 #: Timeout (s) of a health check.
 _HEALTH_S = 10.0
-#: Time (s) until a removed replica is killed: more than the 33 s that requests may take.
+#: Time (s) from SIGTERM until a removed replica is killed. Its requests may take up to 33 s to end.
 ENDING_S = 35.0
 
 
 class EndpointReplica:
-    """A replica: starts its process, and sends that process requests. Use this on one event loop."""
+    """One replica: starts an `edgeinfer serve` process, and forwards requests to it.
+
+    All methods of an object must be called on the same event loop.
+    """
 
     def __init__(self, settings: ModelSettings, name: str) -> None:
         self._name = name
@@ -48,13 +51,19 @@ class EndpointReplica:
         )
 
     async def ready(self) -> None:
-        """Wait until the endpoint is healthy. Raises TimeoutError, RuntimeError if the process ends."""
+        """Wait until the endpoint is healthy.
+
+        Raises RuntimeError if its process ends, TimeoutError after `_READY_S`.
+        """
         async with asyncio.timeout(_READY_S):
             while not await self.is_healthy():
                 await asyncio.sleep(0.01)
 
     async def check(self) -> None:
-        """Raise RuntimeError if the process has ended, TimeoutError if /health takes `_HEALTH_S`."""
+        """Check that the endpoint answers GET /health with any status, also 503.
+
+        Raises RuntimeError if the process has ended, TimeoutError if there is no answer in `_HEALTH_S`.
+        """
         async with asyncio.timeout(_HEALTH_S):
             await self.is_healthy()
 
@@ -79,7 +88,7 @@ class EndpointReplica:
                 yield piece
 
     async def close(self) -> None:
-        """Send SIGTERM, so that running requests finish first; kill the process after `ENDING_S`."""
+        """End the process: SIGTERM lets running requests finish; after `ENDING_S` it is killed."""
         self._endpoint.terminate()
         try:
             await asyncio.to_thread(self._endpoint.wait, ENDING_S)
@@ -96,7 +105,10 @@ class EndpointReplica:
         return (await self._client.get("/health")).is_success
 
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
-        """Start the process, which serves the unix socket `path` until the calling thread ends."""
+        """Start the process, which listens on the unix socket `path`.
+
+        The process is killed when the thread that called this ends.
+        """
         command = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)

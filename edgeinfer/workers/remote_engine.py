@@ -32,7 +32,7 @@ MAX_BYTES = 1 << 30
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A message between client and worker."""
+    """A message between the client (`RemoteEngine`) and the worker process (`serve_engine`)."""
 
 
 class Submit(Frame, frozen=True):
@@ -51,7 +51,7 @@ class Call(Frame, frozen=True):
 
 
 class CallFailed(Frame, frozen=True):
-    """The error of a call, as `errors.to_fields` encodes it. `id` is 0 if loading failed."""
+    """The error of the call `id`, in the form of `errors.to_fields`. `id` is 0 if loading failed."""
 
     id: int
     error: dict[str, str]
@@ -141,9 +141,9 @@ def _forwarding(method: str, kind: type[T]) -> Callable[..., T]:
 
 
 class ForwardingEngine:
-    """Base of engines whose methods call another engine by `_forward`, which a subclass defines.
+    """Base class of engines that pass each method call to another engine, by a subclass's `_forward`.
 
-    The methods have the parameters that `Engine` declares, and the return types named here.
+    The methods have the parameters and results that `Engine` declares.
     """
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
@@ -158,7 +158,7 @@ class ForwardingEngine:
 
 
 class RemoteEngine(ForwardingEngine):
-    """An `Engine` whose methods call the engine in a worker process."""
+    """An `Engine` that passes each method call to the engine in a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
         """Wait until the worker is ready. Raises what loading raises, and EngineClosedError."""
@@ -188,7 +188,10 @@ class RemoteEngine(ForwardingEngine):
             self._wire.close()
             if isinstance(frame, CallFailed):
                 raise from_fields(frame.error)
-            raise EngineClosedError("the worker process died before its model was loaded")
+            raise EngineClosedError(
+                "the worker process died before its model was loaded",
+                hint="check that memory is free (`edgeinfer doctor`), then run the command again",
+            )
 
     @property
     def is_open(self) -> bool:
@@ -196,7 +199,10 @@ class RemoteEngine(ForwardingEngine):
         return not self._closed
 
     def health(self) -> str:
-        """Return why the worker has ended, "" if it runs. A worker ends if its decode loop fails."""
+        """Return "the process of MODEL has ended", or "" while the worker runs.
+
+        The worker also ends if its decode loop fails.
+        """
         return self._gone_error().message if self._closed else ""
 
     @property
@@ -204,7 +210,10 @@ class RemoteEngine(ForwardingEngine):
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Submit a request in the worker. Raises what `Engine.submit` raises, and EngineClosedError."""
+        """Submit a request to the worker's engine.
+
+        Raises what `Engine.submit` raises, and EngineClosedError if the worker has ended.
+        """
         number = next(self._ids)
         stream = EventStream(lambda: self._cancel(number))
         with self._lock:
@@ -227,7 +236,7 @@ class RemoteEngine(ForwardingEngine):
     use_threads = _forwarding("use_threads", type(None))
 
     def close(self) -> None:
-        """End the worker, after up to `_END_S` for storing its pending KV blocks. Idempotent."""
+        """Let the worker store its pending KV blocks for up to `_END_S`, and end it. Idempotent."""
         self._closed = True
         self._wire.finish()
         self._reader.join(_END_S)
@@ -296,7 +305,7 @@ class RemoteEngine(ForwardingEngine):
             stream.put(error)
 
 
-#: Methods of `Engine` that a client may call by name. Their arguments are JSON-like values.
+#: Methods of `Engine` that a client may call. Msgpack encodes their arguments and results.
 CALLS = """
     tokenize detokenize tokenize_chat embed rerank agent_prefix use_adapters metrics
     use_threads
@@ -306,9 +315,10 @@ CALLS = """
 def serve_engine(
     sock: socket.socket, load: Callable[[LoadProgress], tuple[Engine, ProcessStart]]
 ) -> None:
-    """Load an engine and serve it until the client closes the socket; if loading fails, send the error.
+    """Load an engine, and compute the client's requests and calls until it closes the socket.
 
-    `load` also returns how this process started, which is known only after loading.
+    `load` gets a callback for its progress; it returns the engine, and how this process started, which
+    is known only after loading. If loading fails, the client gets the error.
     """
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: this process ends, too
@@ -334,7 +344,7 @@ class _Server:
         decoder = msgspec.msgpack.Decoder(ToWorker)
         while (frame := self._wire.receive(decoder)) is not None:
             if isinstance(frame, Submit):
-                # a thread for each request: `submit` may take a minute (a schema, a picture)
+                # each request gets a thread: `submit` may take a minute for a schema or a picture
                 work = functools.partial(self._generate, frame)
                 thread = threading.Thread(
                     target=self._answer_errors, args=(frame.id, work), name="generation", daemon=True
@@ -365,7 +375,10 @@ class _Server:
 
     def _call(self, frame: Call) -> None:
         if frame.method not in CALLS:
-            raise EngineError(f"a worker has no method {frame.method}")
+            raise EngineError(
+                f"the model's process is of another version: it has no method {frame.method}",
+                hint="stop all processes of edgeinfer, then run the command again",
+            )
         arguments, named = msgspec.msgpack.decode(frame.arguments)
         if frame.method == "tokenize_chat":
             arguments = [msgspec.convert(arguments[0], GenerateRequest)]
@@ -383,7 +396,7 @@ class _Server:
         except OSError:  # the client has ended: `run` notices that, too
             pass
         except Exception as error:  # noqa: BLE001  without a reply the client would wait forever
-            defect = EngineError(f"an internal error in the model's process: {error!r}")
+            defect = EngineError(f"a defect of edgeinfer in the model's process: {error!r}")
             with contextlib.suppress(OSError):
                 self._wire.send(CallFailed(number, to_fields(defect)))
             traceback.print_exc()

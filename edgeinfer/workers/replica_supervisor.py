@@ -10,22 +10,23 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import EngineInfo, ReplicaInfo, ReplicasInfo
 from edgeinfer.workers.replicas import Replica, ReplicatedEngine
 
-#: Interval (s) at which replicas are checked. A running request notices the end of its replica at once.
+#: Interval (s) at which the supervisor looks for ended replicas. Their requests fail at once.
 _CHECK_S = 0.25
 #: Pause (s) before a replica is started again, after the 1st, 2nd, … failure in a row.
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: A failure counts as the first again if the previous one was longer ago than this (s).
+#: After this time (s) without a failure, the next failure counts as the 1st.
 _HEALTHY_S = 60.0
 
-#: Function that starts a replica. Arguments: EngineInfo of the first replica, whose options the new one
-#: must have (None for the first replica), and number of threads. Raises what loading raises.
+#: Starts a replica with a number of threads (2nd argument). The 1st argument is the EngineInfo of the
+#: first replica, whose options all replicas have; None to start that one. Raises what loading raises.
 StartReplica = Callable[[EngineInfo | None, int], Replica]
 
 
 class ReplicaSupervisor:
-    """Keeps `count` replicas of a model running in `engine`. They share `cores` CPU cores.
+    """Keeps `count` replicas of a model running in `engine`, and divides `cores` CPU cores among them.
 
-    The supervisor's thread calls `on_change` when the number of running replicas or its reason changes.
+    The supervisor's thread calls `on_change` when the number of running replicas changes, or the reason
+    for that number (`ReplicasInfo.reason`).
     """
 
     def __init__(

@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Replica:
-    """A worker process with the model. `how` is "resumed" (from a snapshot) or "cold"."""
+    """A worker process with the model. `how` says how it started: "resumed" or "cold".
+
+    `number` is 1 for the first replica ever added; `calls` are running calls other than `submit`.
+    """
 
     engine: RemoteEngine
     how: str
@@ -60,9 +63,9 @@ class ReplicatedEngine(ForwardingEngine):
         self._movers = ThreadPoolExecutor(4, "replicas")
         self._is_closed = False
         self.crashed_total = 0
-        # ReplicaSupervisor sets these three functions
+        # ReplicaSupervisor sets `describe`, `on_death` and `on_close`
 
-        #: Makes a ReplicasInfo of the running replicas: adds the configured number, and the reason.
+        #: Makes a ReplicasInfo of the running replicas, with the configured number and a reason.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
         #: Called, in any thread, when a replica's process has ended.
         self.on_death: Callable[[], None] = lambda: None
@@ -79,17 +82,23 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def info(self) -> EngineInfo:
-        """Information about a replica, with the sum of all replicas' `n_parallel`."""
+        """Information about the engine: that of one replica, but `n_parallel` is the sum of all."""
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Submit a request to a replica; wait until one runs. Raises what `Engine.submit` raises."""
+        """Submit a request to a replica; if none is running, wait until one is.
+
+        Raises what `Engine.submit` raises.
+        """
         routed = RoutedRequest(request, self._request_ended, self._reroute)
         self._route(routed)
         return routed.stream
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Load these adapters in all replicas, also later ones, or in none; return the loaded ones."""
+        """Load these LoRA adapters in all replicas, also in later ones; return the loaded adapters.
+
+        If a replica raises an EngineError, all get their earlier adapters again.
+        """
         with self._changing_adapters:
             before = self._info.lora
             try:
@@ -151,13 +160,13 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def waiting(self) -> list[RoutedRequest]:
-        """Requests that no replica has begun yet, the oldest first."""
+        """Requests that are still queued in their replica, the oldest first."""
         with self._changed:
             requests = list(self._routes)
         return [request for request in requests if request.is_waiting]
 
     def add(self, replica: Replica) -> None:
-        """Add a replica, and move queued requests of other replicas to it.
+        """Add a replica, load this engine's LoRA adapters in it, and move queued requests to it.
 
         Raises EngineClosedError after `close`, and what `Engine.use_adapters` raises.
         """
@@ -304,10 +313,10 @@ def _closed() -> EngineClosedError:
 
 
 class RoutedRequest:
-    """A request that can move to another replica while it is queued.
+    """A request that can move to another replica as long as it is queued.
 
-    `on_end(request)` is called when the stream has ended, `on_lost(request)` when the replica that had
-    queued the request has died. Both are called in any thread, without a lock.
+    `on_end(request)` is called when `stream` has ended, `on_lost(request)` if the replica dies while
+    the request is still queued. They are called in any thread; that thread holds no lock.
     """
 
     def __init__(
@@ -331,7 +340,7 @@ class RoutedRequest:
         return not self._is_begun
 
     def follow(self, source: EventStream) -> None:
-        """Forward the events of `source`, the stream that `submit` of a replica returned."""
+        """Forward the events of `source`, which a replica's `submit` has returned, to `stream`."""
         with self._changing:
             self._source = source
             is_cancelled = self._is_cancelled
@@ -340,7 +349,10 @@ class RoutedRequest:
             source.cancel()
 
     def withdraw(self) -> bool:
-        """Cancel the request in its replica to submit it elsewhere; return False if it has begun."""
+        """Cancel the request in its replica, so that the caller can submit it to another one.
+
+        Returns False, and cancels nothing, if it has begun or the client has cancelled it.
+        """
         with self._changing:
             source = self._source
             if source is None or self._is_begun or self._is_cancelled:
