@@ -22,13 +22,13 @@ _HTML = re.compile(
 )
 #: Number of texts that are cached, because a chat sends its documents again in each turn.
 _N_CACHED = 8
-#: SHA-256 of caller (API key) and file → text. Callers do not share texts.
+#: SHA-256 of the caller's API key and of the file → text. So callers do not share texts.
 _cached: OrderedDict[bytes, str] = OrderedDict()
 _caching = threading.Lock()
 
 
 def is_document(data: bytes) -> bool:
-    """Return whether the bytes of a file look like PDF, DOCX or HTML."""
+    """Return whether a whole file looks like PDF, DOCX or HTML."""
     is_docx = data.startswith(b"PK\x03\x04") and b"word/" in data
     return is_docx or is_pdf(data) or _is_html(data)
 
@@ -43,11 +43,10 @@ def _is_html(data: bytes) -> bool:
 
 
 def text_of(data: bytes, name: str, param: str = "messages") -> str:
-    """Return the text of a document. Each page of a PDF begins with a line `[page 3]`.
+    """Return the text of a document. Each page of a PDF begins with a line like `[page 3]`.
 
-    `name` is the file's name, for errors; `param` is the request's field, "" for a file that the user
-    attached in the chat. Raises InvalidRequestError for a file that is broken, encrypted, too large or
-    without text.
+    Errors name the file (`name`) and the request's field (`param`; "" if the user attached the file in
+    the chat). Raises InvalidRequestError if the file is broken, encrypted, too large or without text.
     """
     text = _text(data, name, param)
     if not text:
@@ -71,7 +70,10 @@ def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
 
 
 def pictures_in(path: Path) -> list[bytes]:
-    """Return a list with the picture file, or with the pages of a PDF as PNG. Raises UsageError."""
+    """Return a list of picture files: the file `path` itself, or the pages of a PDF as PNG.
+
+    Raises UsageError if the file cannot be read, or is neither a picture nor a PDF.
+    """
     try:
         with open(path.expanduser(), "rb") as file:
             data = file.read(pictures.MAX_FILE_BYTES + 1)
@@ -84,9 +86,10 @@ def pictures_in(path: Path) -> list[bytes]:
 
 
 def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]:
-    """Convert a file in base64 (or a `data:` URI) to parts of a message: texts and picture files.
+    """Convert a file, in base64 or as a `data:` URI, to parts of a message: texts or picture files.
 
-    A PDF without text becomes pictures of its pages. Raises what `text_of` raises.
+    A picture stays a picture, a PDF without text becomes pictures of its pages, and any other document
+    or UTF-8 file becomes text. Raises what `text_of` raises.
     """
     data = pictures.decode_file(text, lambda reason: _refusal(name, reason, param))
     if pictures.is_picture(data):

@@ -26,7 +26,7 @@ from edgeinfer.media.picture_decoder_process import limit, refuse
 from edgeinfer.platform.process import die_with_parent
 
 CPU_S = 20
-#: MODE → maximum number of pages. The limit of "pages" is also that of pictures in a request.
+#: MODE → maximum number of a PDF's pages. A request may have 64 pictures, so also 64 pages as pictures.
 MAX_PAGES = {"text": 1000, "pages": 64}
 #: Length (pixels) of the longer side of a page's picture: A4 at 130 dots per inch.
 PAGE_PIXELS = 1536
@@ -34,7 +34,7 @@ PAGE_PIXELS = 1536
 _MAX_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
-#: HTML element whose content is not shown → pattern of its end tag.
+#: Name of an HTML element whose content is not text of the page → pattern of its end tag.
 _ENDS = {
     name: re.compile(rf"</{name}\s*>", re.IGNORECASE)
     for name in ("script", "style", "template", "noscript", "svg")
@@ -59,7 +59,7 @@ def main() -> int:
     Image.preinit()
     charset = _CHARSET.search(data[:4096])
     codec = charset[1].decode("latin-1") if charset else "cp1252"
-    # use each codec now: the first use imports a module, but after `limit` no file can be opened
+    # look up each codec now: that imports a module, and after `limit` no file can be opened
     for name in ("utf-16-le", "cp437", "utf-8-sig", codec):
         with suppress(LookupError):
             codecs.lookup(name)

@@ -32,7 +32,8 @@ from edgeinfer.platform.process import die_with_parent
 MEMORY_BYTES = 512 << 20
 CPU_S = 5
 MAX_PIXELS = 32_000_000
-#: Maximum ratio of a picture's sides. It is Qwen's limit, and no model was trained on longer strips.
+#: Maximum ratio of a picture's longer side to its shorter one: Qwen's limit. No model was trained on
+#: longer strips.
 MAX_RATIO = 200
 #: Larger pictures are scaled down to this number of pixels. No projector uses more, and a request may
 #: have many pictures.
@@ -47,7 +48,10 @@ _ROWS = 256
 
 
 def main(argv: list[str]) -> int:
-    """Decode the picture from stdin; write the result, or `error MESSAGE`, to stdout; return 0."""
+    """Decode the picture on stdin. Its format is `argv[0]`: "JPEG", "PNG", "WEBP" or "GIF".
+
+    Writes size and pixels, or `error MESSAGE`, to stdout. Returns 0.
+    """
     die_with_parent()
     data = sys.stdin.buffer.read()
     warnings.simplefilter("ignore")
@@ -62,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def limit(cpu_s: int) -> None:
-    """Limit this process's memory and CPU time (s), and allow it only system calls for computing."""
+    """Limit this process's memory and CPU time (s); forbid it to open files and to start programs."""
     for resource_kind, maximum in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, cpu_s),

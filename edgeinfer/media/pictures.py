@@ -19,11 +19,11 @@ from typing import Any
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 
-#: First character of both marks below: a Unicode noncharacter, which clients may send nevertheless.
+#: First character of both marks below. It is no character in Unicode, but texts of clients may have it.
 _MARK = "\ufdd1"
 #: Stands for a picture in `Message.content`.
 PICTURE_MARK = f"{_MARK}\ufdd2"
-#: Stands for `_MARK` in the texts of a message with pictures, so that no text contains a PICTURE_MARK.
+#: Replaces `_MARK` in the texts of a message with pictures, so that no text contains a PICTURE_MARK.
 _ESCAPED_MARK = f"{_MARK}\ufdd3"
 
 
@@ -41,9 +41,9 @@ class Picture:
 
 
 def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
-    """Join texts and picture files to the fields `content` and `pictures` of a Message.
+    """Return the fields `content` and `pictures` of a Message that has these texts and picture files.
 
-    If there are pictures, `content` has a PICTURE_MARK for each, and `_MARK` is escaped in texts.
+    In `content`, a PICTURE_MARK stands for each picture. If there are any, `_MARK` in texts is escaped.
     """
     parts = list(parts)
     pictures = tuple(piece for piece in parts if isinstance(piece, bytes))
@@ -60,7 +60,7 @@ def split_at_pictures(content: str, pictures: Sequence[bytes]) -> list[str]:
 
 
 def content_fields(parts: Iterable[str | bytes], between: str = "") -> dict[str, Any]:
-    """Return the fields `content` and `pictures` of a Message; `between` separates adjacent texts."""
+    """Return a Message's fields for these texts and picture files; `between` joins adjacent texts."""
     separated: list[str | bytes] = []
     for piece in parts:
         if separated and isinstance(piece, str) and isinstance(separated[-1], str):
@@ -72,7 +72,7 @@ def content_fields(parts: Iterable[str | bytes], between: str = "") -> dict[str,
 
 _HELPER = "edgeinfer.media.picture_decoder_process"
 MAX_FILE_BYTES = 32 << 20
-#: Time limit (s) of the decoder process; the limit of its CPU time is lower.
+#: Time limit (s) of a decoder process on a busy machine. The process itself limits its CPU time.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _MAGIC = re.compile(
@@ -87,7 +87,7 @@ _decoders = BoundedSemaphore(3)
 #: Maximum number of decoder processes of one caller (API key).
 _MAX_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
-#: The caller whose files this thread decodes. The caller "" may use all decoder processes.
+#: The caller (API key) whose files this thread decodes. `_MAX_OF_CALLER` does not limit the caller "".
 current_caller = ContextVar("current_caller", default="")
 
 
@@ -110,7 +110,7 @@ def is_picture(data: bytes) -> bool:
 
 
 def check_file(data: bytes, param: str = "messages") -> bytes:
-    """Return `data`. Raises InvalidRequestError if it is too large, or not a picture."""
+    """Return `data`. Raises InvalidRequestError for `param` if it is too large, or not a picture."""
     if len(data) > MAX_FILE_BYTES:
         raise _refusal(f"the file has more than {MAX_FILE_BYTES >> 20} MB", param)
     if not is_picture(data):
@@ -119,12 +119,12 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Return a picture file from base64 or a `data:` URI. Raises InvalidRequestError."""
+    """Return a picture file from base64 or a `data:` URI. Raises InvalidRequestError if it is none."""
     return check_file(decode_file(text, lambda reason: _refusal(reason, param)), param)
 
 
 def decode_file(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
-    """Return a file from base64 or a `data:` URI. If that fails, raises `refusal(reason)`."""
+    """Return a file from base64 or a `data:` URI. Raises the error `refusal(reason)` if it fails."""
     uri = _DATA_URI.match(text)
     if uri is None and (scheme := _SCHEME.match(text)) is not None:
         raise refusal(f"{scheme[1].lower()}: URLs are not fetched")
@@ -154,9 +154,10 @@ def decode(data: bytes, param: str = "messages") -> Picture:
 
 
 def run_helper(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
-    """Run the module `helper` with a file on stdin; return the first line of its output, and the rest.
+    """Run a decoder: `python -m helper arguments…` with `data`, a file, on stdin.
 
-    Raises ValueError with the reason if the file cannot be read, or if the process exceeds its limits.
+    Returns the first line of its output, and all other bytes. Raises ValueError with the reason if it
+    cannot read the file or exceeds its limits.
     """
     try:
         with _own_decoders(), _decoders:

@@ -61,7 +61,8 @@ _TABLE = (
 )
 _ADD = "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 
-#: Value of the column `bin` in rows with a day's sums, which `ps --usage` shows and `drift` ignores.
+#: Value of the column `bin` in rows whose `n` is not a number of answers, but a sum, e.g. of the day's
+#: prompt tokens. `ps --usage` shows these rows; `drift` skips them.
 _SUM = "sum"
 #: Number of a bin, or a category like "stop".
 Bin = int | str
@@ -70,12 +71,15 @@ Counts = dict[str, dict[str, Counter[Bin]]]
 
 
 def drift_path() -> Path:
-    """Return the path of the SQLite file in the state directory."""
+    """Return the path of drift.db, the SQLite file with the counts of all models."""
     return paths.state_dir() / "drift.db"
 
 
 class DriftRecorder:
-    """Counts the answers of one model in the file `path`, in a thread, so that answers do not wait."""
+    """Counts the answers of one model in the SQLite file `path`.
+
+    A thread writes, so that no answer waits for the disk.
+    """
 
     def __init__(self, path: Path, model: str, sha256: str) -> None:
         self._path, self._model = path, model
@@ -87,7 +91,7 @@ class DriftRecorder:
         return _AnswerObserver(self, request)
 
     def note(self, answer: _AnswerObserver, n_broken: int) -> None:
-        """Count an ended answer. `n_broken` of its tool calls could not be parsed."""
+        """Count an answer that has ended. `n_broken` of the answer's tool calls could not be parsed."""
         finished = answer.collected.finish
         if not finished.usage.completion_tokens:
             return
@@ -135,7 +139,7 @@ class _AnswerObserver(SequenceObserver):
         self.collected = CollectedAnswer()
         self.logprobs: list[float] = []
         self._n_tokens = 0
-        #: Logits of the next token and log(sum(exp(logits))); None for a token that is not recorded.
+        #: Logits of the next token, and log(sum(exp(logits))); None for tokens that are skipped.
         self._next: tuple[npt.NDArray[np.float32], float] | None = None
         self._log_sum_of = LogSum()
 
@@ -146,7 +150,7 @@ class _AnswerObserver(SequenceObserver):
     def on_token(self, token: int) -> None:
         self._n_tokens += 1
         if self._next is not None:
-            # a grammar may have masked logits since, but never that of the sampled token
+            # between `on_logits` and this call, a grammar may have masked logits, but not this token's
             logits, log_sum = self._next
             self.logprobs.append(float(logits[token]) - log_sum)
             self._next = None
@@ -183,7 +187,8 @@ def observe(
     """Return the values of one generation that are counted, by name.
 
     They are numbers (`"ttft_ms": 81.5`), shares from 0 to 1 (`"cached_share": 0.9`) and categories
-    (`"finish_reason": "stop"`). `n_broken` is the number of tool calls that could not be parsed.
+    (`"finish_reason": "stop"`). `logprobs` are those of every 16th token; `n_broken` is the number of
+    tool calls that could not be parsed.
     """
     finished, turns = answer.finish, request.messages
     usage, timings = finished.usage, finished.timings
@@ -247,9 +252,10 @@ def _tool_calls(request: GenerateRequest, answer: CollectedAnswer, n_broken: int
 
 
 def bin_of(aggregate: str, value: float | str) -> Bin:
-    """Return the bin of a value: of a category, the category itself; of a number, the bin's number.
+    """Return the bin in which a value is counted; `aggregate` is the value's name.
 
-    Shares have 20 bins of equal width, numbers four bins per doubling.
+    A category is its own bin. Shares (names with the end `_share`) have 20 bins of equal width; other
+    numbers have four bins per doubling.
     """
     if isinstance(value, str):
         return value
@@ -259,7 +265,10 @@ def bin_of(aggregate: str, value: float | str) -> Bin:
 
 
 def read_week(path: Path, last: date) -> dict[str, Counts]:
-    """Read the seven days up to `last`: model → counts; {} without a file. Raises StoreError."""
+    """Read the counts of the seven days that end with `last`, by model; {} if there is no file.
+
+    Raises StoreError if the file cannot be read.
+    """
     models: dict[str, Counts] = {}
     for day, model, aggregate, bin, n in _read(path, last - timedelta(6), last):
         if bin != _SUM:
@@ -268,10 +277,10 @@ def read_week(path: Path, last: date) -> dict[str, Counts]:
 
 
 class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage of a model on one day (ISO date).
+    """Usage of a model on one day (`2026-11-30`).
 
-    `busy_ms` is the time of prefill and decoding, and `saved_ms` the estimated prefill time of cached
-    tokens.
+    `busy_ms` is the time of prefill and decoding; `saved_ms` is the estimated time that the prefill of
+    the cached tokens would have taken.
     """
 
     day: str
@@ -285,7 +294,10 @@ class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_usage(path: Path, first: date, last: date) -> tuple[DayOfUse, ...]:
-    """Read each model's usage on each day; () without a file. Raises StoreError."""
+    """Read each model's usage on each day from `first` to `last`; () if there is no file.
+
+    Raises StoreError if the file cannot be read.
+    """
     days: dict[tuple[str, str], dict[str, Any]] = {}
     for day, model, name, bin, n in _read(path, first, last):
         if bin == _SUM:

@@ -31,10 +31,10 @@ Array = npt.NDArray[np.float64]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """The change of one value between two weeks.
+    """The change of one value, whose name is `aggregate`, between two weeks.
 
-    `p` is the test's p-value. `before` and `now` describe the weeks: a median, or the share of a
-    category.
+    `psi` is the population stability index, `p` the p-value of the Kolmogorov-Smirnov test, and `moved`
+    whether both show a change. `before` and `now` describe the weeks: a median, or a category's share.
     """
 
     aggregate: str
@@ -48,19 +48,26 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 #: Probability that a comparison of two weeks without any change reports a change.
 _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
-#: A value is compared if each week has this many days, and answers (divided by the design effect).
+#: A value is compared if each week has this many days with answers, and this many independent answers:
+#: their number divided by the design effect, because answers of one session are similar.
 _MIN_DAYS, _MIN_ANSWERS = 3, 30.0
 
 
 def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
-    """Compare the weeks that end on `before` and `now`; return changes by model. Raises StoreError."""
+    """Compare the weeks that end on `before` and `now`; return the changes of each model.
+
+    `path` is the file of `daily_counts`. Raises StoreError if it cannot be read.
+    """
     weeks = [read_week(path, last) for last in (before, now)]
     names = sorted(weeks[0].keys() | weeks[1].keys())
     return {name: compare(*(week.get(name, {}) for week in weeks)) for name in names}
 
 
 def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
-    """Return changes of values with enough data in both weeks: moved values first, by falling PSI."""
+    """Compare two weeks of a model. Values with too little data in one of them are left out.
+
+    Changes that are significant (`moved`) come first, and among equals those with a larger PSI.
+    """
     changes, names = [], sorted(before.keys() & now.keys())
     for name in names:
         days = [list(week[name].values()) for week in (before, now)]
@@ -93,8 +100,9 @@ def _design_effect(weeks: Sequence[Array]) -> float:
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
         squares += ((n_below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
-    # an upper bound of one such variance is, by the F distribution, exp(7.3 / freedom) times as large.
-    # The largest of many variances needs less: in simulations, 3.5 sufficed with 5 days a week
+    # A variance that is estimated from few days may be too small. By the F distribution, the true one
+    # is at most exp(7.3 / freedom) times as large. For the largest of many estimates a smaller factor
+    # suffices: exp(3.5 / freedom) in simulations with 5 days a week.
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 
