@@ -14,9 +14,9 @@ from edgeinfer.safe_text import without_controls
 #: `verify` also uses 9 (within tolerance) and 10 (no receipt checked).
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
-    e.UsageError: (2, "run `edgeinfer --help`"),
+    e.UsageError: (2, "run the command with `--help` to see its arguments"),
     e.WrongScopeError: (2, "use the option with a command that accepts it"),
-    e.ConfigError: (2, "correct or remove the key that the message names"),
+    e.ConfigError: (2, "correct or remove that line or key of the configuration file"),
     e.CatalogError: (3, "run `edgeinfer list` to see the models"),
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
     e.ModelNotPulledError: (3, "pull the model first: `edgeinfer pull MODEL`"),
@@ -29,7 +29,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
         "local file: `edgeinfer pull FILE.gguf`",
     ),
     e.ChecksumError: (5, "pull again; if the checksum still differs, do not trust the source"),
-    e.ModelBusyError: (3, "wait for the other command to end"),
+    e.ModelBusyError: (3, "wait for the other command to end, then try again"),
     e.InvalidGgufError: (5, "download the file again from a source you trust"),
     e.ConversionError: (5, "use a repository that has GGUF files of this model"),
     e.QuantizeError: (8, "try another type: `edgeinfer quantize --help` lists them"),
@@ -37,35 +37,40 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
         6,
         "free disk space (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`) and repeat the command",
     ),
-    e.EngineError: (8, "run `edgeinfer doctor`"),
-    e.DecodeError: (8, "try again; if it fails again, report it with the output of `edgeinfer doctor`"),
-    e.ModelLoadError: (8, "run `edgeinfer show MODEL`; pull it again if the file is damaged"),
+    e.EngineError: (8, "try again; if it fails again, report it with the output of `edgeinfer doctor`"),
+    e.ModelLoadError: (8, "pull the model again; if that does not help, try another quantization"),
     e.OutOfMemoryError: (6, "use a smaller context (`--ctx 2048`) or a smaller model"),
-    e.InvalidRequestError: (2, "correct what the message names, then try again"),
+    e.InvalidRequestError: (2, "correct the request; /openapi.json of an endpoint lists all fields"),
+    e.UnsupportedConstraintError: (2, "change the schema, tool or grammar, or request free text"),
     e.ContextLengthError: (8, "shorten the prompt, or load with a larger context (`--ctx N`)"),
     e.QueueFullError: (8, "try again in a moment"),
     e.EngineClosedError: (8, "run the command again, which loads the model again"),
-    e.SnapshotError: (7, "run `edgeinfer snapshots list`"),
+    e.SnapshotError: (7, "run `edgeinfer snapshots list` to see which snapshots can be used"),
     e.SnapshotsUnavailableError: (7, "run `edgeinfer doctor` to see what snapshots need"),
     e.SnapshotMissingError: (7, "build the snapshot: `edgeinfer warm MODEL`"),
     e.SnapshotStaleError: (7, "build the snapshot again: `edgeinfer warm MODEL`"),
     e.SnapshotUnsafeError: (7, "remove the snapshot: `edgeinfer snapshots rm NAME`"),
     e.SnapshotCorruptError: (7, "build the snapshot again: `edgeinfer warm MODEL`"),
     e.SnapshotUntrustedError: (7, "trust the signer's key: `edgeinfer snapshots trust FINGERPRINT`"),
-    e.DumpError: (7, "run `edgeinfer doctor`; until the cause is fixed, launches load the model"),
+    e.DumpError: (7, "run `edgeinfer doctor` to see what snapshots need; meanwhile launches are cold"),
     e.RestoreError: (7, "build the snapshot again: `edgeinfer warm MODEL`"),
+    e.BlockDamagedError: (1, "do nothing: the block is not used, and its tokens are prefilled again"),
+    e.StoreError: (1, "check that the named file can be read and written, then try again"),
     e.ServeError: (1, "check the address, and that the server runs there"),
     e.BlockDamagedError: (1, "no action is needed: the block is deleted and prefilled again"),
     e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
     e.ReleaseUntrustedError: (5, "nothing was changed; do not install this release by hand either"),
-    e.ReceiptError: (5, "`edgeinfer run --receipt FILE` writes one, `receipt: true` requests one"),
+    e.ReceiptError: (
+        5,
+        '`edgeinfer run --receipt FILE` writes one; requests with the field `"receipt": true` get one',
+    ),
     e.InterruptedByUser: (130, ""),
 }
 
 
 def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
-    """Return exit status and hint of a class, or of its nearest parent in the table."""
+    """Return the exit status and hint of an error class. Without a row, it has those of its parent."""
     return next(TABLE[cls] for cls in kind.__mro__ if cls in TABLE)
 
 

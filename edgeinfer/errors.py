@@ -26,8 +26,8 @@ def kebab(name: str) -> str:
 class EdgeInferError(Exception):
     """A failure without a more specific class; the base class of all others.
 
-    `message` says what happened. `hint` says what to do; None uses the hint of the class. `details` are
-    the names of the constructor's keyword arguments.
+    `message` says what happened. `hint` says what to do; None means the hint of the class in
+    `error_text`. `details` are the names of the attributes that `to_fields` encodes next to `message`.
     """
 
     code = "edge-infer"
@@ -145,7 +145,7 @@ class ContextLengthError(InvalidRequestError):
         n_ctx: int | str | None = None,
     ) -> None:
         super().__init__(message, param=param, hint=hint)
-        # `from_fields` passes the numbers as text
+        # numbers are texts if `from_fields` makes the error
         self.n_tokens = None if n_tokens is None else int(n_tokens)
         self.n_ctx = None if n_ctx is None else int(n_ctx)
 
@@ -155,7 +155,7 @@ class UnsupportedConstraintError(InvalidRequestError):
 
 
 class QueueFullError(EngineError):
-    """Too many requests are waiting."""
+    """Too many requests are running or waiting."""
 
 
 class DecodeError(EngineError):
@@ -179,7 +179,7 @@ class SnapshotMissingError(SnapshotError):
 
 
 class SnapshotStaleError(SnapshotError):
-    """The snapshot does not match this machine or its files; `key` is the fingerprint entry or path."""
+    """The snapshot does not match this machine or its files; `key` names what differs."""
 
     details = ("hint", "key")
 
@@ -201,7 +201,7 @@ class SnapshotUntrustedError(SnapshotError):
 
 
 class DumpError(SnapshotError):
-    """CRIU could not dump the parked process."""
+    """CRIU could not dump the process that has loaded the model."""
 
 
 class RestoreError(SnapshotError):
@@ -241,19 +241,19 @@ class InterruptedByUser(EdgeInferError):
 
 
 def every_class() -> list[type[EdgeInferError]]:
-    """List the root class and every error below it, parents first."""
+    """List all error classes, a parent before its subclasses."""
     return [EdgeInferError, *_by_code.values()]
 
 
 def to_fields(error: EdgeInferError) -> dict[str, str]:
-    """Return an error as strings for another process: code, message, and `details` that are set."""
+    """Encode an error as strings for another process: code, message, and all `details` but None."""
     details = {name: getattr(error, name) for name in error.details}
     texts = {name: str(value) for name, value in details.items() if value is not None}
     return {"code": error.code, "message": error.message, **texts}
 
 
 def from_fields(fields: Mapping[str, str | bytes]) -> EdgeInferError:
-    """Make an error from the strings of `to_fields`; an `EdgeInferError` if the code is unknown."""
+    """Decode the error that `to_fields` has encoded; an unknown code becomes an `EdgeInferError`."""
     text = {name: os.fsdecode(value) for name, value in fields.items()}
     cls = _by_code.get(text.get("code", ""), EdgeInferError)
     details = {name: text[name] for name in cls.details if name in text}

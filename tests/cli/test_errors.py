@@ -52,7 +52,5 @@ def test_address_hints_fit_the_client_and_the_server():
 
 
 def test_class_without_a_row_takes_its_parents():
-    assert errors.UnsupportedConstraintError not in error_text.TABLE
-    assert error_text.exit_code(errors.UnsupportedConstraintError("x")) == error_text.exit_code(
-        errors.InvalidRequestError("x")
-    )
+    assert errors.DecodeError not in error_text.TABLE
+    assert error_text.row(errors.DecodeError) == error_text.row(errors.EngineError)
