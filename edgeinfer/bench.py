@@ -34,11 +34,11 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.safe_text import without_controls
 
-#: Maximum size (bytes) of an answer, and maximum time (s) to read it.
+#: Limits of one answer: size (bytes) of the response, and time (s) to read it.
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
-#: Maximum number of concurrent answers; each is read by a thread.
+#: Maximum number of concurrent answers. A thread reads each answer.
 MOST_STREAMS = 256
 _STREAMS = ThreadPoolExecutor(MOST_STREAMS, "stream")
 
@@ -62,7 +62,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A streamed answer: times (s) from the request to each event with text, and token counts."""
+    """A streamed answer. `arrivals` are the times (s) from the request to each event with text.
+
+    `total_s` is the time to the end. `cached_tokens` is None if the server does not report them.
+    """
 
     arrivals: tuple[float, ...]
     total_s: float
@@ -150,7 +153,8 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
         with await in_thread(_connect, url) as connection:
             try:
                 return await in_thread(_exchange, connection, request, began)
-            # end the reading thread of a cancelled task; SSLSocket.shutdown would turn encryption off
+            # If this task is cancelled, the thread still reads; a shutdown of the connection ends that.
+            # `SSLSocket.shutdown` is not called, because it turns the encryption off.
             finally:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
@@ -160,7 +164,11 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
 
 
 async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
-    """Stream one answer. Raises ServeError for a failure, or if text or token counts are missing."""
+    """Request one answer, as a stream, with the JSON fields `body` at the URL's `path`.
+
+    Raises ServeError if the server does not answer, answers with a status other than 200, or streams no
+    text or no token counts.
+    """
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     model = {"model": target.model} if target.model else {}
     status, lines = await _post(target, path, fields | model | body)
@@ -206,7 +214,7 @@ _WORDS = (
     "business issue side kind head house service friend father power hour game line end member law "
     "car city community name "
 ).split()
-#: End of a prompt that makes any chat model answer with more tokens than are measured.
+#: With this at the end of a prompt, any chat model answers with more tokens than are measured.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
 #: Request fields of llama.cpp and edgeinfer. A server that refuses them is asked without them.
@@ -216,7 +224,7 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {}),
     ("/v1/chat/completions", {}),
 )
-#: Bytes that `noise_ms` hashes.
+#: Data that `noise_ms` hashes.
 _NOISE = bytes(16 << 20)
 _FEW, _MORE = 32, 160
 
@@ -244,7 +252,10 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's results of one test. `beside` is the median ratio to the first server's results."""
+    """The results of one server (`side`) in one test.
+
+    `beside` is the median of each round's ratio to the first server; None for that server itself.
+    """
 
     side: str
     test: str
@@ -258,7 +269,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredServer:
-    """A server to measure. `key` marks prefixes that the server caches, to delete them later."""
+    """A server to measure. Requests have `key` as `prompt_cache_key`.
+
+    By this key, the caller can later delete the prefixes that the server has cached.
+    """
 
     def __init__(self, name: str, target: Target, key: str, meter: EnergyMeter | None = None) -> None:
         self.name, self.target = name, target
@@ -272,7 +286,10 @@ class MeasuredServer:
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find which of `_FORMS` works, and its tokens per word. Raises ServeError if none works."""
+        """Find out which of `_FORMS` the server accepts, and how many tokens a word has.
+
+        Raises ServeError if the server accepts none.
+        """
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:
@@ -307,14 +324,17 @@ class MeasuredServer:
         return await ask(self.target, self._path, body)
 
     async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
-        """Send (prompt, answer tokens) pairs at once; return answers and energy (J) or None."""
+        """Request answers to (prompt, number of answer tokens) pairs at the same time.
+
+        Returns the answers, and the energy (J) that the machine used meanwhile; None if unknown.
+        """
         if self._meter:
             self._meter.read_joules()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))
         return answers, self._meter.read_joules() if self._meter else None
 
     async def round(self, plan: Plan) -> dict[str, Sample]:
-        """Run every test of `plan` once; return the measurements by test. Raises ServeError."""
+        """Run every test of `plan` once; return the results by test (`pp512`). Raises ServeError."""
         samples: dict[str, Sample] = {}
         for depth in plan.depths:
             depth_suffix = f" @d{depth}" if depth else ""
@@ -340,7 +360,10 @@ class MeasuredServer:
         return samples
 
     async def turn(self) -> Sample:
-        """Measure the time (ms) to the first token of the cached `last_prompt` plus a few words."""
+        """Measure the time (ms) to the first token of a chat's next turn.
+
+        Its prompt is `last_prompt`, which the server has cached, and a few more words.
+        """
         answer = await self.ask(self.last_prompt + _TURN, 1)
         return Sample(answer.ttft_s * 1000, "ms")
 
@@ -357,7 +380,8 @@ class MeasuredServer:
 
 def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
     if tokens < 1 or seconds <= 0:
-        raise ServeError("an answer was too short to measure", hint="use more tokens: `-p 512 -n 128`")
+        problem = f"{tokens} tokens in {seconds:g} s are too few to measure a rate"
+        raise ServeError(problem, hint="use longer prompts and answers, e.g. `-p 512 -n 128`")
     return Sample(tokens / seconds, "tokens/s", None if joules is None else joules / tokens)
 
 
@@ -373,8 +397,8 @@ async def measure(
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
     """Measure the servers in `plan.rounds` rounds; every second round has the reverse order.
 
-    Return for each round the measurements by server and test, and the list of `noise_ms` taken before
-    each server's turn. Raises ServeError.
+    `report` is called with a text for the progress display. Returns the samples of each round (server →
+    test → sample), and the `noise_ms` before each turn of a server. Raises ServeError.
     """
     for side in sides:
         report(f"asking {side.name}", None)
@@ -391,7 +415,7 @@ async def measure(
 
 
 def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -> list[Row]:
-    """Summarize the rounds: one row for each test of each server."""
+    """Summarize the rounds of `measure`: a row for each test of each of the servers named `sides`."""
     tests = dict.fromkeys(test for samples in rounds for side in sides for test in samples[side])
     result = []
     for test, side in itertools.product(tests, sides):

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Loading time (s) after which a verb that draws no progress writes each loading stage to stderr.
+#: If loading takes longer (s), a verb without a progress display writes the loading stages to stderr.
 _MOMENT_S = 0.5
 
-#: Callback with a loading stage and its fraction (0 to 1, None if unknown), from any thread.
+#: Callback, in any thread. Arguments: the loading stage (a text) and its done fraction (None: unknown).
 LoadProgress = Callable[[str, float | None], None]
 
 
@@ -56,7 +56,10 @@ class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a running process's model; `was_built` is False if an equal one existed."""
+    """The result of `take_snapshot`. `was_built` is False if an equal snapshot already existed.
+
+    `seconds` is the time that the call took.
+    """
 
     name: str
     disk_bytes: int
@@ -78,7 +81,10 @@ def _slow_stages_on_stderr() -> LoadProgress:
 
 
 class EngineHost:
-    """A host without a launcher: it loads engines in this process. `AppHost` uses the launcher."""
+    """The host of a process without a launcher: it loads engines in this process.
+
+    `AppHost`, a subclass, is the host of a process that the launcher has started or resumed.
+    """
 
     _is_worker = False
 
@@ -92,8 +98,8 @@ class EngineHost:
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
         #: The replicas of a model, for `edgeinfer ps`.
         self.replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
-        # Python has no call for the time of exec. The process has not waited for anything yet, so its
-        # age is its CPU time
+        # Python has no call for the time of exec. This process has not waited for anything yet, so its
+        # CPU time is its age
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
     @property
@@ -118,12 +124,12 @@ class EngineHost:
     ) -> ModelFiles:
         """Find the files of a model, and of its `draft` model (a name or the path of a GGUF).
 
-        A file in another program's model store is hashed at its first use; `progress` (default: stderr)
-        gets the stages.
+        The first use of a file in another program's model store takes long, because the file is hashed;
+        `progress` (by default, stderr) reports that stage.
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
         """
         if isinstance(model, str):
-            # imported here: a resumed process does not need the catalogue
+            # imported late, because a resumed process does not need the catalogue
             from edgeinfer.models.reference import resolve
 
             model = resolve(model)
@@ -158,7 +164,7 @@ class EngineHost:
         self._note_stage("ready")
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
-        """Let `engine` attach this launch's GPUs; until they are attached, the CPU computes."""
+        """Let `engine` move layers to this launch's GPUs. Until then, the CPU computes all of them."""
         from edgeinfer.runtime.llama.backends import OffloadRequest
 
         engine.attach_devices(
@@ -166,7 +172,10 @@ class EngineHost:
         )
 
     def open_prefix_cache(self, engine: LlamaEngine) -> None:
-        """Give `engine` the prefix cache on disk, if it is on. If that fails, only write a warning."""
+        """Give `engine` the on-disk prefix cache, if the configuration enables it.
+
+        If the cache cannot be opened, the log gets a warning, and the engine works without it.
+        """
         if not self.config.blocks.enabled:
             return
         from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -181,7 +190,7 @@ class EngineHost:
         atexit.register(engine.store_blocks_before_exit)
 
     def record_drift(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
-        """Count the engine's answers by day for `drift`, unless the configuration forbids it."""
+        """Let daily counts of the engine's answers be recorded, unless the configuration forbids it."""
         if options.is_counted and self.config.drift.record:
             from edgeinfer.usage.daily_counts import DriftRecorder, drift_path
 
@@ -190,7 +199,7 @@ class EngineHost:
             atexit.register(recorder.close)
 
     def note_prompt(self, last: CacheReport) -> None:
-        """Publish how much of the latest prompt was cached, for `edgeinfer ps`."""
+        """Publish, for `edgeinfer ps`, how much of the latest prompt was cached."""
         self._cache_report.write(last)
 
     def _note_stage(self, stage: str) -> None:
@@ -203,16 +212,20 @@ class EngineHost:
             self.start = msgspec.structs.replace(self.start, stages_ms={**stages, stage: now_ms})
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` in a worker; without a launcher, in this process. Raises errors of `engine`."""
+        """Load `model` in a worker process; here, without a launcher, in this process.
+
+        Raises what `engine` raises.
+        """
         return self.engine(model, options, progress)
 
     def listens_at(self, url: str) -> None:
-        """Publish the endpoint's URL for `edgeinfer ps`. Without a launcher, do nothing."""
+        """Publish the endpoint's URL for `edgeinfer ps`. Here, without a launcher, nothing is done."""
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Build a snapshot of the loaded `model` without delaying its requests; wait for the end.
+        """Build a snapshot of the loaded `model`, whose requests are not delayed, and wait for it.
 
-        If `name` is "", the name is derived. Raises SnapshotsUnavailableError, SnapshotError.
+        If `name` is "", the model and its options give the name. Raises SnapshotError if that fails;
+        SnapshotsUnavailableError if it is impossible, as here, without a launcher.
         """
         reason = self.start.reason or "the `edgeinfer` command did not start this process"
         raise SnapshotsUnavailableError(
@@ -221,7 +234,7 @@ class EngineHost:
         )
 
     def warm_models(self) -> frozenset[str]:
-        """Return the names of models with a snapshot; none if this machine cannot resume any."""
+        """Return the names of the models with a snapshot that this machine can resume."""
         return frozenset()
 
     def warm(
@@ -231,7 +244,11 @@ class EngineHost:
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Build a snapshot of `model`. Raises InterruptedByUser after `cancel`, SnapshotError."""
+        """Build a snapshot of `model` in another process.
+
+        Raises InterruptedByUser once `cancel` is set, SnapshotError if building fails, and
+        SnapshotsUnavailableError if it is impossible, as here, without a launcher.
+        """
         reason = f": {self.start.reason}" if self.start.reason else ""
         problem = f"this process cannot build snapshots{reason}"
         raise SnapshotsUnavailableError(problem, hint=f"run `edgeinfer warm {model}`")

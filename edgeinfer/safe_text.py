@@ -16,7 +16,7 @@ _OBEYED = dict.fromkeys(
         *range(0xD800, 0xE000),
     )
 )
-#: Characters that show nothing although `str.isprintable` is true: fillers, variation selectors.
+#: Characters that are invisible although `str.isprintable` is true: fillers, variation selectors.
 _BLANK = {
     *(0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0x16FE4),
     *(*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)),
@@ -24,7 +24,7 @@ _BLANK = {
 
 
 def without_controls(text: str) -> str:
-    """Remove control characters from `text`, except tabs and newlines."""
+    """Remove the characters of `text` that can control a terminal, except tabs and newlines."""
     return text.translate(_OBEYED)
 
 

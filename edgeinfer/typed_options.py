@@ -20,10 +20,11 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema
 
 _MAX_TEXT_BYTES = 64 << 20
+_GBNF_HINT = 'write each rule with `::=`, e.g. `root ::= "yes" | "no"`'
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
-    """Return the load options: as typed, otherwise as configured."""
+    """Combine the load options of the command line with the configured ones; typed options win."""
     flags = [option for option in LOAD_OPTIONS if option.flag]
     typed = {option.field: getattr(options, option.field, None) for option in flags}
     configured = {option.field: config.value(option) for option in LOAD_OPTIONS if option.key}
@@ -32,20 +33,27 @@ def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions
 
 
 def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]:
-    """Return the sampling options that were typed, by field."""
+    """Return the sampling options that were typed, such as `{"temperature": 0.2}`."""
     typed = {option.field: getattr(options, option.field, None) for option in TYPED}
     return {field: value for field, value in typed.items() if value is not None}
 
 
 def system_prompt(typed: str, config: Config) -> str:
-    """Resolve `--system`: `@FILE`, the name of a saved prompt, or text. Raises UsageError."""
+    """Return the system prompt that the value of `--system` means.
+
+    `typed` is `@FILE`, the name of a prompt in the configuration, or the prompt itself. Raises
+    UsageError if the file cannot be read.
+    """
     if typed.startswith("@"):
         return _file_text(typed[1:], "--system")
     return config.chat.system_prompts.get(typed, typed)
 
 
 def answer_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Return request fields for `--stop`, `--think`, `--schema`, `--grammar`. Raises UsageError."""
+    """Return the fields of GenerateRequest for `--stop`, `--think`, `--schema` and `--grammar`.
+
+    Raises UsageError if a schema or grammar is invalid, or its file cannot be read.
+    """
     think = {} if options.think is None else {"enable_thinking": options.think == "on"}
     return {
         "stop": tuple(options.stop),
@@ -58,7 +66,7 @@ def answer_fields(options: argparse.Namespace) -> dict[str, Any]:
 def _constraint(schema: str | None, grammar: str | None) -> Constraint | None:
     if grammar is not None:
         if ":=" in grammar and "::=" not in grammar:
-            raise UsageError("--grammar: `:=` is not GBNF", hint="write rules with `::=`")
+            raise UsageError("--grammar: `:=` is not GBNF", hint=_GBNF_HINT)
         return Grammar(grammar if "::=" in grammar else _file_text(grammar, "--grammar"))
     if schema is None:
         return None
@@ -74,12 +82,17 @@ def _file_text(path: str, option: str) -> str:
         with Path(path).expanduser().open("rb") as file:
             return read_text(file, option)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
-        raise UsageError(f"{option} cannot be read: {path}: {reason}", hint="check the path") from error
+        reason, hint = "the file is not UTF-8 text", "save the file as UTF-8"
+        if isinstance(error, OSError):
+            reason, hint = str(error.strerror), "check the path and the file's permissions"
+        raise UsageError(f"{option} cannot be read: {path}: {reason}", hint=hint) from error
 
 
 def read_text(file: BinaryIO, name: str, errors: str = "strict") -> str:
-    """Read UTF-8 text to its end. Raises UsageError after 64 MiB: /dev/zero has no end."""
+    """Read UTF-8 text to its end; `errors` is that of `bytes.decode`.
+
+    Raises UsageError about `name` after 64 MiB, because files such as /dev/zero have no end.
+    """
     data = file.read(_MAX_TEXT_BYTES + 1)
     if len(data) > _MAX_TEXT_BYTES:
         raise UsageError(f"{name} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="use a shorter text")

@@ -48,7 +48,10 @@ def format_cost(seconds: float, cached_tokens: int, saved_s: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration in Go's notation (`90s`, `1h30m`) or in seconds. Raises ValueError."""
+    """Parse a duration in Go's notation (`90s`, `1h30m`) or a number of seconds; return seconds.
+
+    Raises ValueError for other texts.
+    """
     import re  # slow import (5 ms), which a launch avoids
 
     plain = text.strip().lstrip("+")
