@@ -30,7 +30,7 @@ namespace {
 constexpr int kRanks = 4, kTokens = 8;  // ranks and tokens in a work unit of project()
 constexpr int kAtOnce = 4;              // columns (rows of the batch) that add_block() computes together
 
-// Sets dots[r] to `by` times the dot product of x and row r of A
+// Sets to[r] to `by` times the dot product of x and row r of A
 template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, float by, float *to) {
     Floats sums[kN][kParts]{};
     for (int i = 0; i < k; i += kSums)
@@ -41,7 +41,7 @@ template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, f
     UNROLL for (int r = 0; r < kN; r++) to[r] = tree(sums[r]) * by;
 }
 
-// Adds to to[c][lane] the sum over rank of b[rank][lane] * t[c][rank], for kC columns and the first `lanes` lanes
+// Adds the sum over r of b[r][lane] * t[c][r] to to[c][lane], for kC columns c and the first `lanes` lanes
 template <int kC, class T> INLINE void add_block(const T *b, int rank, const float *t, float *const *to, int lanes) {
     Floats sums[kC]{};
     for (int r = 0; r < rank; r++) {
@@ -91,7 +91,7 @@ struct Adapter {
     std::unordered_map<const void *, LoraPair> pairs;  // weight's address → its A and B
 };
 
-// Rows of a batch that have one adapter: all of the adapter's tokens, and those with outputs. row_adapters.py fills it in.
+// The rows of a batch that have the same adapter: the range of all its tokens, and of those with outputs. row_adapters.py sets them.
 struct Rows {
     int32_t first, n, first_output, n_outputs;
     const Adapter *adapter;

@@ -54,8 +54,8 @@ inline Floats exponential(Floats x, Integers base) {
     return (Floats)((Integers)(p * power(n - base)) & is_seen);
 }
 
-// c[i][lane] (+)= sum over k of a[i * kAI + k * ak] * b[k][lane], for kI rows of c and kN vectors of lanes;
-// rows of b and c are `lanes` apart
+// Computes c[i][lane] = sum over k of a[i * kAI + k * ak] * b[k][lane], for kI rows of c and kN vectors of lanes; with `add`, adds
+// the sum to c[i][lane]. Rows of b and c are `lanes` floats apart.
 template <int kN, int kI, int kAI>
 inline void product_tile(int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, bool add) {
     Floats sums[kI][kN];

@@ -1,4 +1,4 @@
-// libedgeinfer-cells.so.1: reads a sequence's state from KV cells and writes it to them, in pieces; pages of files are not copied.
+// libedgeinfer-cells.so.1: copies a sequence's state from KV cells and to them. Pages of a file are mapped instead of copied.
 //
 // llama_state_seq_get_data and _set_data copy each tensor's cells through two functions of the tensor's
 // buffer. During such a call edgeinfer replaces these functions by `edgeinfer_cells_get` and `_set`. `_get` records
@@ -21,16 +21,16 @@ struct Piece {  // bytes [at, at + size) of the state lie at `source`
     const char *source;
 };
 
-struct Transfer {
+struct Transfer {  // fields with "get" or "set" are for edgeinfer_cells_get or edgeinfer_cells_set
     uint64_t state;         // address of the state's first byte
-    Copied *copied;         // get: filled up to `capacity`; further ones are only counted
+    Copied *copied;         // get: results, of which `capacity` fit; n_copied counts all
     uint64_t n_copied, capacity;
     const Piece *pieces;    // set: sorted by `at`
     uint64_t n_pieces;
     uint64_t page;          // bytes of a page
     uint64_t mapping;       // address where the pieces' file is mapped from its first byte on
     int64_t file;           // descriptor of that file; -1: everything is copied
-    uint64_t n_bytes, n_mapped;  // set: bytes found in pieces; ranges of pages that were mapped
+    uint64_t n_bytes, n_mapped;  // set: results: bytes that pieces had; ranges of pages that were mapped
     void (*written)(const ggml_tensor *, int64_t first, int64_t n);  // set: edgeinfer_cells_written, or null
 };
 

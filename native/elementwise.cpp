@@ -170,9 +170,10 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
     });
 }
 
-// ---- RoPE of neighbouring pairs, with the roundings of ggml's code compiled by gcc for x86-64; at a row's end, ggml's differ by level
+// ---- RoPE of neighbouring pairs, rounded like ggml's code that gcc compiles for x86-64. At a row's end, that code rounds differently
+// on each level.
 
-// Cosine and sine of each pair at a position, and minus sine and cosine
+// Sets turns to the cosine and sine of each pair at a position, across to minus the sine and the cosine
 void turn_pairs(const ggml_tensor *op, int position, float *turns, float *across) {
     const float *factors = op->src[2] ? (const float *)op->src[2]->data : nullptr;
     const int n = op->op_params[1];

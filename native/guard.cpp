@@ -15,7 +15,7 @@
 
 namespace {
 using Word = uint64_t;
-struct Params {  // at least as large as llama_batch and the parameter structs of models and contexts, and passed in memory, too
+struct Params {  // stands for llama_batch and the parameter structs of models and contexts: as large or larger, and passed in memory, too
     Word words[32];
 };
 thread_local std::jmp_buf *escape = nullptr;  // return point of the guarded call in progress
@@ -43,7 +43,7 @@ void on_terminate() {
     if (escape) {
         if (std::current_exception()) {
             note_exception();
-            abi::__cxa_end_catch();  // ends the catch that the runtime began before std::terminate
+            abi::__cxa_end_catch();  // ends the catch clause that the C++ runtime began before it called std::terminate
         }
         std::longjmp(*escape, 1);
     }

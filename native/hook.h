@@ -44,11 +44,12 @@ ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // these four f
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *elementwise_for(const ggml_tensor *op);
-// Returns the cells that any row of an attention sees, in the order of writing; null without a KV cache.
+// Returns the cells that any row of an attention sees, in the order in which they were written; null without a KV cache.
 const std::vector<int32_t> *cell_order(const ggml_tensor *op);
 bool matmul_takes(const ggml_tensor *weight);
 
-// Additions of a step's LoRA adapters to one product (adapters.cpp); empty without adapters. Used by one thread.
+// What LoRA adapters add to one product of weights and activations x: scale * B (A x), for rows with an adapter (adapters.cpp).
+// Each thread has a separate object.
 struct AdapterPlan;
 class Additions {
     const ggml_tensor *op;

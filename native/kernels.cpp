@@ -13,7 +13,8 @@ namespace {
 
 bool is_product(const ggml_tensor *op) { return op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID; }
 
-// Returns whether ggml computes the same bits with each instruction set: copies, single operations on floats, sums of doubles in order.
+// Returns whether ggml computes the same bits with every instruction set. It does so for copies, single operations on floats, and sums
+// of doubles in order.
 bool is_independent(const ggml_tensor *op) {
     switch (op->op) {
         case GGML_OP_NONE: case GGML_OP_DUP: case GGML_OP_ADD: case GGML_OP_ADD_ID: case GGML_OP_ADD1: case GGML_OP_ACC:
@@ -40,8 +41,8 @@ bool is_independent(const ggml_tensor *op) {
     }
 }
 
-// The first operation of this thread whose bits depend on the processor, and the type of its first operand. The variable is per
-// thread, because each engine has a separate decode thread, which takes part in all operations of that engine.
+// The first computed operation whose bits depend on the processor, and the type of that operation's first operand. The variable is
+// per thread, because each engine has a separate decode thread, which takes part in all operations of that engine.
 thread_local char t_dependent[64];
 
 void note_dependent(const ggml_tensor *op) {
@@ -72,7 +73,7 @@ ggml_backend_buffer_type g_entries[2];
 
 }  // namespace
 
-// Returns "" if every computed operation has the same bits with AVX2 and AVX-512.
+// Returns t_dependent of this thread; "" if every computed operation has the same bits with AVX2 and AVX-512.
 extern "C" const char *edgeinfer_dependent_operation() { return t_dependent; }
 
 // `types` is ggml_backend_cpu_get_extra_buffer_types, `barrier` ggml_barrier. A second call does nothing.

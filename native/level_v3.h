@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kTile = 4, kRegisters = 16;
-constexpr int kSpansAhead = 0;  // 0: never, because spans as lanes are not faster here
+constexpr int kSpansAhead = 0;  // 0: spans are never lanes (level_v4.h), because that is not faster here
 #if defined(__AVXVNNI__)
 constexpr bool kSignedBytes = false, kSaturates = false, kGathers = false, kDotsOfRows = false;
 constexpr int kFew = 8, kColumns = 4;
@@ -65,12 +65,12 @@ INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)_mm256_unpackhi_epi64(
 
 template <int kN> INLINE void arrange(Dwords *) {}
 #if !defined(__AVXVNNI__)
-// 16-bit sums of two products each; signed weights: |w| * (x with the sign of w)
+// Returns 16-bit sums of two products each. Signed weights are multiplied as |w| * (x with the sign of w).
 template <bool kIsSigned> INLINE __m256i products(Dwords weights, __m256i x) {
     const __m256i w = (__m256i)weights;
     return kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
 }
-INLINE __m256i widened(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }  // sums of pairs, as 32 bits
+INLINE __m256i widened(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }  // adds pairs of sums; results have 32 bits
 // computes the dots of one column with kN vectors of the rows 0 and 4, 1 and 5, 2 and 6, 3 and 7; 16-bit sums as long as they fit
 template <int kN, int kMost> INLINE Integers dots_of_rows(const Dwords *w, const int8_t *x) {
     constexpr bool kIsSigned = kMost < 0;
@@ -109,8 +109,9 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[
         dots[0][0] += dots_of_rows<kN, kMost>(w[0], x.x);
         return;
     }
-    // Sums of pairs have 16 bits as long as these suffice: each pair adds up to kMost * 127 * 2. The order of asm() keeps a vector of
-    // weights in a register for all columns: otherwise gcc 12 loads it for each column, and loads take 1.5 times as long as all else.
+    // Sums of pairs have 16 bits as long as these suffice: each pair adds at most kMost * 127 * 2. The order of the asm() statements
+    // keeps a vector of weights in a register for all columns. Otherwise gcc 12 loads it for each column, and these loads take 1.5
+    // times as long as all other instructions.
     constexpr bool kIsSigned = kMost < 0;
     constexpr int kAdds = kIsSigned ? 1 : std::min(kN, 32767 / (kMost * 254));
     __m256i pairs[kR][kC];

@@ -3,21 +3,21 @@
 
 namespace {
 
-// Numbers of columns (rows of a batch): kFew, the most for which weights are unpacked in registers, kColumns of them at a time; kTile,
-// columns that are multiplied with a slab at a time.
+// Numbers of columns (rows of a batch). For up to kFew columns, weights are unpacked in registers, for at most kColumns columns at a
+// time. For more columns, weights are unpacked to a slab, with which kTile columns are multiplied at a time.
 constexpr int kFew = 6, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
 constexpr bool kSaturates = false;    // whether add_dots() must know the largest weight, because its 16-bit sums saturate
 constexpr bool kGathers = false;      // whether a block's scale (f16) is read separately from its weights
 constexpr bool kDotsOfRows = false;   // whether one column is multiplied with weights in Order::kRows
-constexpr int kSpansAhead = 10240;    // with spans of weights as lanes, bytes between reads and prefetches; 0: spans are never lanes
+constexpr int kSpansAhead = 10240;    // if lanes are spans of weights: prefetches are so many bytes before the reads; 0: lanes never are
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // returns b if either is NaN
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE Integers nearest(Floats x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
-INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // of any lane
+INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // returns whether any lane does
 INLINE float from_half(uint16_t x) { return _cvtsh_ss(x); }
 INLINE Floats from_halves(const void *p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE Floats from_bf16(const void *p) {
@@ -46,7 +46,7 @@ INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes each of ro
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
     return (Dwords)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
 }
-// Like of_rows, for two consecutive 16 bytes: half as many loads, which take longest
+// Like of_rows, for twice 16 consecutive bytes: with half as many loads, which take most of the time
 INLINE void of_rows(const uint8_t *p, size_t stride, Dwords &first, Dwords &second) {
     const auto two = [&](size_t row) __attribute__((always_inline)) {
         const __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(p + row * stride)));

@@ -66,7 +66,8 @@ INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
     UNROLL for (int i = 0; i < kLanes; i++) x[i] = p[i * stride];
     return x;
 }
-// Calls f(x) for each kEach of the n dwords of each row, in `all`. Dwords are read by eights when needed, to take few registers.
+// Calls f for the n dwords of each row, kEach dwords at a time. They are read into `all` by eights, and only when f needs them, so
+// that few registers are in use.
 template <int n, int kEach, int kAt = 0, class F> INLINE void each_of(const uint8_t *p, size_t stride, Dwords *all, F f) {
     constexpr int kEnd = kAt + kEach;
     dwords<std::min((kEnd + 7) / 8 * 8, n), std::min((kAt + 7) / 8 * 8, n)>(p, stride, all);
@@ -88,7 +89,7 @@ template <Order kOrder, int n, int kPairs, class F> INLINE void pairs(const uint
         f(halves(pair[0]), x), f(halves(pair[n] >> 16), pair + n + 1);
     });
 }
-// Whether a whole group is read at once, with fewer loads: only AVX-512 has enough registers for that and one column's sums
+// Whether a whole group is read at once, which takes fewer loads. Only AVX-512 has the registers for a group and a column's sums.
 template <Order kOrder> constexpr bool kIsWhole = kLanes == 16 && kOrder == Order::kDwords;
 INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 
@@ -524,7 +525,7 @@ template <class T, int kC> struct SpanPosition {
     INLINE void step() { x += T::kVectors * kC * pitch, scales += kC * pitch, seconds = (const float *)seconds + kC * pitch; }
 };
 
-// Prefetch a part of the next rows. Many columns always have them in L2, because a slab fills L1.
+// Prefetches a part of the next rows: with many columns always to the L2 cache, because a slab fills L1.
 INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
     return p + bytes;

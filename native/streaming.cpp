@@ -42,7 +42,7 @@ constexpr size_t kOnce = 2 << 20;     // bytes per read
 constexpr size_t kLeast = 2 << 20;    // smallest weight (bytes) that is streamed
 constexpr size_t kAhead = 128 << 10;  // bytes per readahead(2): it silently reads no more than the device's limit
 constexpr int kPopulateRead = 22;     // MADV_POPULATE_READ, since Linux 5.14
-constexpr double kHalf = 64;          // half-life of an expert's use, in tokens
+constexpr double kHalf = 64;          // after this many tokens, a use of an expert counts half
 constexpr double kGolden = 0.6180339887;  // the fractional parts of n multiples of this number are evenly spread, for any n
 constexpr int kLostShare = 64;        // pinned weights count as lost if page faults of a graph read 1 / kLostShare of their bytes
 // If less memory (bytes) than kLeastFree is free, fewer weights stay in memory; if more than kAmpleFree, more weights
@@ -65,7 +65,7 @@ struct Slice {  // an expert, or a whole weight without experts
     Weight *weight;
     const uint8_t *at = nullptr;  // address in a slot or in the mapping, set when it is requested
     int n_reads = 0;              // number of unfinished reads
-    int n_uses = 1;               // uses in a product of `group`
+    int n_uses = 1;               // number of uses by the product that needed it last
     int64_t group = -1;           // Stream::group that needed it last
     double key = -INFINITY;       // log2 of the sum of uses; each use counts half after kHalf tokens, which keeps the order of keys
 };
@@ -105,11 +105,11 @@ struct Stream {
 
     std::unordered_map<const void *, Weight> weights;
     std::vector<Weight *> recorded, order;  // weights of the graph being planned, and of the graph being computed
-    std::map<double, Weight *> movable;     // weights that can be streamed, in an order that spreads the first n over the graph
+    std::map<double, Weight *> movable;     // weights that can be streamed; for any n, the first n are spread evenly over the graph
     int64_t movable_bytes = 0, to_stream, faults = 0;
     bool has_lost = false;  // whether the last graph lost pinned pages
 
-    size_t ring_bytes, most_room, room, used = 0;  // bytes of slots: for dense weights (0: a mixture), at the start, now, in use
+    size_t ring_bytes, most_room, room, used = 0;  // bytes of slots: for dense weights (0: a mixture); limit at the start; limit now; in use
     std::map<size_t, std::vector<uint8_t *>> free_slots;  // by size; pages are in memory only while a slot is in use
     std::vector<Slice *> cached;
     std::vector<std::pair<void *, size_t>> areas;
@@ -379,7 +379,7 @@ struct Stream {
             madvise(f.low, f.high - f.low, MADV_RANDOM);
         }
         for (auto &[data, w] : weights)
-            if (w.kind == kPinned && !w.slices[0].n_reads) w.slices[0].at = nullptr;  // read in bulk, not by page faults
+            if (w.kind == kPinned && !w.slices[0].n_reads) w.slices[0].at = nullptr;  // request it again: bulk reads are faster than page faults
         return code;
     }
     ~Stream() {

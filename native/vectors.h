@@ -12,9 +12,9 @@
 
 #define UNROLL _Pragma("GCC unroll 8")  // completely unrolls loops of up to eight rounds
 
-// Whether what a few columns or a query read is prefetched from memory to L1, or to L2. On Zen 5, reads from L2 wait for the prefetches.
-// Zen 4 has more requests to memory in flight for L2: with one column of Q4_K, it reads 29 GB/s instead of 19, and one answer of 135M
-// after 1,800 tokens is 1.1 times as fast. No other processor was measured.
+// Whether products with few columns, and attention, prefetch from memory to the L1 cache; otherwise to L2. On Zen 5, reads from L2
+// wait for the prefetches. Zen 4 can have more prefetches to L2 in flight: it reads 29 GB/s instead of 19 with one column of Q4_K, and
+// one answer of a model of 135M after 1,800 tokens is 1.1 times as fast. No other processor was measured.
 #if defined(__x86_64__)
 inline bool is_zen5_or_later() {
     unsigned version = 0, vendor = 0, b, c, d;
