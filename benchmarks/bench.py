@@ -38,13 +38,13 @@ PREFILL = 512
 DECODE = 128
 #: Tokens of an answer with `--decode`.
 _DECODE_IN_TURN = 32
-_SHORT_RUNS = 8  # of 12 tokens, for the share of the plain loop
+_SHORT_RUNS = 8  # runs of 12 tokens, which are compared with the plain loop
 N_CTX = 2048
 _TEXT = "The quick brown fox jumps over the lazy dog, and then it rests. "
 
 
 class Bare:
-    """llama_decode and nothing else."""
+    """A loop that only calls llama_decode, without edgeinfer."""
 
     def __init__(self, path: Path, n_threads: int) -> None:
         self.llama = L = libllama.lib()
@@ -111,9 +111,10 @@ def engine_rates(engine: LlamaEngine, prompt: list[int]) -> tuple[float, float]:
 
 
 def beside(engine: LlamaEngine, bare: Bare, prompt: list[int], n: int = DECODE) -> tuple[float, float]:
-    """Measure the bare loop on the engine's own decode thread: libgomp creates a team of threads for
-    every thread that calls ggml. With more threads than processors all of them sleep at barriers
-    instead of spinning, on both sides (30 % slower).
+    """Measure tokens/s (prefill, decode) of the bare loop, on the engine's own decode thread.
+
+    libgomp creates a team of threads for every thread that calls ggml. With more threads than
+    processors, all threads sleep at barriers instead of spinning, which makes both sides 30 % slower.
     """
     return engine.between_steps(lambda: bare.rates(prompt, n))
 
@@ -190,9 +191,9 @@ def _ik_rate(folder: str, path: Path, threads: int, *, is_repacked: bool) -> flo
 def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
     """Return tokens/s of one stream by side and round.
 
-    "read" is the rate of a plain loop over the mapped model in GB/s, and "share" what part of it our
-    short runs read. A host may move virtual processors, and so halve the rate, at any moment: only runs
-    count before and after which the loop is within 10 %.
+    "read" is the rate (GB/s) at which a plain loop reads the mapped model, and "share" the part of that
+    rate which our short runs reach. The host of a virtual machine may move its processors at any moment,
+    which halves the rate. So a run counts only if the loop's rates before and after differ by < 10 %.
     """
     path = model_path(name)
     files = ModelFiles(name=name, paths=(str(path),))

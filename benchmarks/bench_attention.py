@@ -3,7 +3,7 @@ llama.cpp's.
 
 Each side is a process with the model and the same prefilled context; steps of each length alternate
 between them. Figures are medians of `--runs` with minimum and maximum, and their ratio. `--variant
-haswell` measures another of ggml's CPU variants than the best for this machine.
+haswell` measures that CPU variant of ggml, instead of the best one for this machine.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> 
 
 
 def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
-    """Return the seconds by rows and side."""
+    """Return the seconds of each step, by number of rows and by side."""
     arguments = [str(model), str(options.depth), cache, options.variant]
     sides = {side: LineProcess(__file__, "--side", side, *arguments) for side in SIDES}
     for side, process in sides.items():
@@ -101,7 +101,7 @@ def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, d
 
 
 def table(figures: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> str:
-    """Return the figure."""
+    """Return the figure as a Markdown table."""
     lines = []
     for (model, cache), by_rows in figures.items():
         for rows, times in by_rows.items():

@@ -52,8 +52,9 @@ PAINTED = b"Ask something"
 
 
 def cold_start(side: Side, model: str) -> dict[str, float]:
-    """Time `run` without a snapshot, with a hot page cache: exec → loaded, → first token, by its own
-    clock.
+    """Time `run` without a snapshot, with a hot page cache: exec → loaded, → first token.
+
+    The times are those that `run` itself reports.
     """
     arguments = ("run", model, "--raw", "Hello", "--temperature", "0", "--max-tokens", "1", "--json")
     result = json.loads(side.run(*arguments, "--resume", "never").stdout)["result"]
@@ -87,7 +88,7 @@ class Side:
         return done
 
     def answer(self, model: str) -> dict[str, float]:
-        """Time `run`: its stages by its own clock, and the whole by ours."""
+        """Time `run`: the stages as it reports them, and the whole process by our clock."""
         began = time.monotonic()
         flags = ("--temperature", "0", "--max-tokens", "1", "--json")
         done = self.run("run", model, "Name three colours.", *flags)

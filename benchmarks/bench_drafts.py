@@ -3,15 +3,15 @@ whether `auto` drafts only where that gains.
 
 Every request is answered without drafts and with `auto` in turn, greedily, each time into an empty KV
 cache. Figures are medians of tokens/s over `--rounds`, with the share of accepted drafts and of equal
-texts. Tool calls and JSON are answered under a schema, after other requests of the same kind, whose
-answers `auto` finds; measured answers are not stored there.
+texts. Tool calls and JSON are answered under a schema, after other requests of the same kind: `auto`
+drafts from the stored answers to these. Measured answers are not stored.
 
 `--draft-models 4B:Q2_K` drafts with a model. A large model gives SmolLM2's answers and costs as much as
 a 4B or a 0.3B (its feed-forward is widened by rows that add zero), or is SmolLM2 itself (135M); the
 small one is SmolLM2 in Q4_1 or in Q2_K, or one that is wrong (half of its weights are zeros).
 
-The 4B shape has random weights, so its rows are replays: the steps of `auto` for the real models'
-answers, with the measured times of such steps of the shape.
+The 4B shape has random weights, and so no sensible answers. Its rows are computed: from the steps that
+`auto` takes for the real models' answers, and the measured times of such steps with the shape.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _cells(figures_by_mode: dict[str, list[tuple[float, int, int]]]) -> list[str
         rates, drafted, accepted = zip(*figures, strict=True)
         middle = statistics.median(rates)
         cells.append(f"{middle:.0f} ± {(max(rates) - min(rates)) / 2 / middle:.0%}")
-    return [*cells, _share(sum(accepted), sum(drafted))]  # those of `auto`, the last
+    return [*cells, _share(sum(accepted), sum(drafted))]  # the numbers of the last mode, `auto`
 
 
 def _share(accepted: int, drafted: int) -> str:
@@ -260,8 +260,8 @@ def replay(
     return rows
 
 
-#: Large models by the feed-forward width to which SmolLM2 is widened: 2.4 GB per token, as a 4B in
-#: Q4_K_M, and 0.3 GB. 0: SmolLM2 itself.
+#: Large model → the width of its feed-forward, to which SmolLM2's is widened (0: it is not). A token
+#: then reads 2.4 GB of weights, as with a 4B in Q4_K_M, or 0.3 GB.
 WIDTHS = {"4B": 73_728, "0.3B": 8192, "135M": 0}
 DRAFTS = ("Q4_1", "Q2_K", "wrong")
 DRAFT_TASKS = ("chat", "code", "JSON", "edit")

@@ -297,7 +297,7 @@ def table(results: dict[str, dict]) -> str:
 
 
 def _rows(figures: dict) -> Iterator[list[str]]:
-    """Yield what was measured of a model."""
+    """Yield the rows of a model in the figure."""
     if s := figures.get("single"):
         rates = (f"{s['ours_tok_s']:.1f} tok/s", f"bare loop {s['bare_tok_s']:.1f} tok/s")
         yield ["single stream", *rates, f"{s['ratio']:.3f}"]

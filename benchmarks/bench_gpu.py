@@ -40,7 +40,7 @@ ATTACH_S = 600.0
 
 
 class Side(NamedTuple):
-    """A description of where layers are; `--gpu-layers`; the devices' names, none for the CPU."""
+    """One placement of the layers: description, value of `--gpu-layers`, names of the devices."""
 
     label: str
     layers: str
@@ -48,7 +48,7 @@ class Side(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of each run: seconds to attach, milliseconds to a first token, tokens/s of prefill and decode."""
+    """Results: seconds to attach; of each run, ms to a first token, tokens/s of prefill and decode."""
 
     attach_s: float | None
     first_ms: Sequence[float]
@@ -60,7 +60,7 @@ class GpuBench(Bench):
     """The measurements of one machine, with its own home like `Bench`."""
 
     def prepare(self) -> tuple[list[Device], list[str]]:
-        """Choose devices, and return why a backend has none."""
+        """Return the devices to measure, and for each backend that cannot be used the reason."""
         data = self.work / "home/data"
         data.mkdir(parents=True)
         if self.options.software:
@@ -100,7 +100,7 @@ class GpuBench(Bench):
         return make_llama(self.models / "tiny.gguf", 4096)
 
     def sides(self, name: str, devices: list[Device]) -> list[Side]:
-        """List the launches to measure; layers are counted with the output."""
+        """List the placements to measure. The output counts as a layer."""
         half = str((self.json("show", name)["header"]["n_layer"] + 1) // 2)
         all_sides = [Side("CPU", "none")]
         for device in devices:

@@ -65,8 +65,9 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class Case(NamedTuple):
-    """One measurement; `share` of the file is the limit, 0.0 for none; `disk` is in GB/s, 0.0 for no
-    limit.
+    """One measurement. Limits are `share`, memory as a part of the model's file, and `disk` (GB/s).
+
+    0.0 means no limit.
     """
 
     model: str
@@ -88,8 +89,8 @@ class Case(NamedTuple):
 class Run(msgspec.Struct, frozen=True):
     """One run of a side: rates in tokens/s, of prefill and of steps of one token.
 
-    `read_bytes` were read in the steps, `disk_bytes_per_s` is the disk's rate, `digest` covers what
-    each step sampled.
+    `read_bytes` were read in the steps, `disk_bytes_per_s` is the disk's rate, and `digest` is that of
+    the tokens that the steps sampled.
     """
 
     case: str

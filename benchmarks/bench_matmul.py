@@ -1,13 +1,13 @@
 """`make bench-matmul`: rows/s of a batch, by type of weights: our own kernels compared with
 llama.cpp's.
 
-A row is 0.807 G weights, a qwen3 of eight layers and width 2,560; the multiplied part of it exceeds
-every cache. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same
+Rows/s are those of a qwen3 of eight layers and width 2,560: a row is multiplied with its 0.807 G
+weights. The measured matrices are a part of them, which exceeds every cache. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same
 weights, and llama.cpp's on repacked weights if it repacks the type; with `--ik`, also ik_llama.cpp's on
 plain and on repacked ones. Shares are of the CPU's integer peak with the instructions of that level
-(cpu_peak.c, measured before and after). Types of few bits may exceed AVX2's peak, because sums of their
-pairs stay 16 bits for some steps. One row is also given in GB of weights per second, for comparison
-with a plain loop that reads memory.
+(cpu_peak.c, measured before and after). Types of few bits may exceed AVX2's peak, because their sums
+need only 16 bits for some steps. The rate of one row is also given in GB of weights per second, for
+comparison with a plain loop that reads memory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def serve_side(side: str, level: str, ik: str) -> None:
     for line in sys.stdin:
         next_kind, rows = line.split()
         if next_kind != kind:
-            kind = next_kind  # each matrix is copied to its own address
+            kind = next_kind  # the list repeats one matrix, but each is copied to a separate address
             weights = [random_weights(kind, _ROWS, _WIDTH)] * _MATRICES
         used = weights if int(rows) < _MANY else weights[:_MATRICES_OF_MANY]
         products = products_of(kind, used, int(rows), is_repacked=side.endswith("repacked"))
@@ -118,11 +118,11 @@ def serve_side(side: str, level: str, ik: str) -> None:
 
 
 def peak(level: str, file: Path | None = None) -> list[float]:
-    """Return the machine's limits at a level of x86-64, zeros at others.
+    """Return four limits of the machine at a level of x86-64; zeros at other levels.
 
-    They are the most G multiply-accumulates per second of two threads; and GB/s that a plain loop reads
-    with one thread and with two at best, and with two at the median: of memory, or of a file of at least
-    256 MB that is in the page cache, mapped.
+    The first is that of G multiply-accumulates per second with two threads. The others are GB/s that a
+    plain loop reads: the maximum with one thread, and the maximum and the median with two. The loop
+    reads memory, or the mapped `file`, which has at least 256 MB and is in the page cache.
     """
     if level not in _LEVELS:
         return [0.0, 0.0, 0.0, 0.0]

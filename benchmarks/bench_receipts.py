@@ -82,8 +82,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "tool_choice": "required",
     },
 }
-#: What of a receipt is changed. Answers of _FREE kinds are long and sampled freely, so another seed or
-#: temperature gives other tokens, unless the model is very sure of each.
+#: Changes of a receipt. Answers of _FREE kinds are long and sampled freely, so another seed or temperature
+#: gives other tokens, unless the model is very sure of each.
 _CHANGES = ("token", "digest", "seed", "option")
 _FREE = ("sampled", "cut by length", "penalties", "streamed", "n = 4", "from the cache")
 

@@ -45,7 +45,7 @@ def endpoint(name: str, replicas: int, threads: int) -> Iterator[tuple[int, int]
     flags = ["--port", str(port), "--threads", str(replicas * threads), "--log", "off"]
     with process([*EDGEINFER, "serve", name, *flags, "--replicas", str(replicas)]) as started:
         wait_healthy(port, started)
-        time.sleep(1)  # for the later replicas, each of which is resumed within a tenth of a second
+        time.sleep(1)  # until all replicas run: each is resumed within a tenth of a second
         yield port, started.pid
 
 

@@ -175,9 +175,10 @@ def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 6
 
 
 def call(port: int, path: str, body: object = None, method: str = "POST") -> Any:
-    """Return the JSON reply of an endpoint of this machine, waited for while nothing listens there.
+    """Send a request to an endpoint of this machine, and return its JSON reply.
 
-    Raises SystemExit for a status other than 200, and after two minutes without a listener.
+    While nothing listens at the port, the request is repeated. Raises SystemExit after two minutes of
+    that, and for a status other than 200.
     """
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -309,7 +310,7 @@ def load_only(variant: str) -> None:
 
     name = f"libggml-cpu-{variant}.so"
     path = next(folder / name for folder in libllama.variant_dirs() if (folder / name).exists())
-    folder = tempfile.mkdtemp()  # kept: our kernels are chosen by the path of the mapped library
+    folder = tempfile.mkdtemp()  # kept until exit: our kernels are chosen by the library's path
     atexit.register(shutil.rmtree, folder)
     shutil.copy(path, folder)
     libllama.variant_dirs = lambda: [Path(folder)]

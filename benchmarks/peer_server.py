@@ -181,7 +181,7 @@ def ours(
 
 def theirs(model: Path, n_ctx: int, *, slots: int = 4, flags: Sequence[str] = ()) -> Side | None:
     """Make a side of `llama-server` with its defaults: a prompt cache in RAM of at most 8 GiB. `flags`
-    come last. None without the program.
+    come last. Returns None if there is no llama-server.
     """
     program = peer_program("llama-server")
     if program is None:

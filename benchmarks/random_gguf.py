@@ -23,12 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 from made_families import finish, read_keys
 
 _HEADS = 32
-#: Number of topics to which a mixture's tokens belong by their numbers, and divisor for the experts of
-#: a topic.
+#: Number of topics of a mixture (token n belongs to topic n % TOPICS), and of experts that a token uses.
 TOPICS, _USED = 16, 8
-#: Shares of a token's embedding that all tokens and those of its topic have in common, and its size
-#: relative to what layers add: consecutive tokens of a topic share a third of their experts, and the
-#: top eighth of a layer's experts has 25 to 58 % of all uses.
+#: Parts of an embedding that are common to all tokens, and to those of a topic; and a factor for its
+#: size relative to what layers add. So consecutive tokens of a topic share a third of their experts, and
+#: the top eighth of a layer's experts has 25 to 58 % of all uses.
 _COMMON, _TOPIC = 0.06, 0.1
 _SCALE = 4.0
 

@@ -99,7 +99,7 @@ def sentence_piece(*, gemma: bool) -> dict:
 
 
 def _as_llama(path: str, *, gemma: bool) -> dict:
-    """Return tokenizer.json with spaces as ▁; as in Llama 2, not `gemma`, with ▁ before the text."""
+    """Return a tokenizer.json with ▁ for spaces. Llama 2's, unlike Gemma's, adds ▁ before a text."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=path)
     tokens = [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())]
     vocab = {token: index for index, token in enumerate(tokens)}
