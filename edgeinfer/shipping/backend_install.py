@@ -40,10 +40,20 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
             message = f"nothing was installed: {error.message}"
             raise ShippingError(message, hint=error.hint) from error
         release = update.newest(channel, folder)
-        fitting = [b for b in release.backends if b.facts.name == name and b.facts.build.fits(build)]
+        offered = [b for b in release.backends if b.facts.name == name]
+        offered = [b for b in offered if b.facts.build.machine == build.machine]
+        if not offered:
+            raise ShippingError(
+                f"the release {release.version} has no {name} library for {build.machine}",
+                hint="use the Vulkan backend with the GPU driver of your distribution",
+            )
+        fitting = [b for b in offered if b.facts.build.fits(build)]
         if not fitting:
-            message = f"the release {release.version} has no {name} library for {build}"
-            raise ShippingError(message, hint="`edgeinfer update` first; on arm64 use Vulkan")
+            required = offered[0].facts.build
+            raise ShippingError(
+                f"the {name} library of release {release.version} is for {required}; this is {build}",
+                hint="run `edgeinfer update`, then install the library again",
+            )
         file = fitting[0]
         facts = msgspec.structs.replace(file.facts, sha256=file.sha256, size_bytes=file.size_bytes)
         same_size = library.is_file() and library.stat().st_size == file.size_bytes

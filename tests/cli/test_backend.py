@@ -95,10 +95,8 @@ class Releases:
         self.library = backends.added_dir() / "libggml-cuda.so"
         self.publish()
 
-    def publish(self, *, key=KEY, name="libggml-cuda-x86_64.so", ggml="", expires_s=NOW + 86_400):
-        build = backend_loading.this_build()
-        if ggml:
-            build = msgspec.structs.replace(build, ggml=ggml)
+    def publish(self, *, key=KEY, name="libggml-cuda-x86_64.so", expires_s=NOW + 86_400, **changes):
+        build = msgspec.structs.replace(backend_loading.this_build(), **changes)
         digest, n_bytes = sha(self.body), len(self.body)
         facts = LibraryFacts(name="cuda", build=build, sha256=digest, size_bytes=n_bytes)
         library = ReleasedBackend(name=name, size_bytes=n_bytes, sha256=digest, facts=facts)
@@ -212,6 +210,15 @@ def test_release_that_is_refused_is_not_fetched(releases, published, code):
     assert releases.refusal() == code
     assert not any("libggml" in request.path for request in releases.server.seen)
     assert releases.names == []
+
+
+@pytest.mark.parametrize(
+    ("built_for", "hint"),
+    [({"machine": "linux-aarch64"}, "use the Vulkan"), ({"ggml": "0.9.0"}, "run `edgeinfer update`")],
+)
+def test_hint_about_a_missing_library_fits_the_cause(releases, built_for, hint):
+    releases.publish(**built_for)
+    assert releases.run("install", "cuda", code=1)["hint"].startswith(hint)
 
 
 @pytest.mark.parametrize("change", ["bit", "short", "long", "empty"])
