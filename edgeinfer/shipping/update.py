@@ -113,7 +113,7 @@ def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Releas
         return msgspec.json.decode(raw, type=Release)
     except msgspec.MsgspecError as error:
         problem = f"this program cannot read the release's manifest: {error}"
-        raise ShippingError(problem, hint="install the release by hand") from error
+        raise ShippingError(problem, hint="download and install the newest version by hand") from error
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def refuse_unless_ours(program: Path, app: str) -> None:
         message = f"{program} belongs to user {owner}; the update would change its owner"
         raise ShippingError(message, hint="run the command as that user")
     if payload.open_shipped(program).app != app:
-        problem = f"another process has replaced {program} since this command started"
+        problem = f"{program} was replaced since this command started"
         raise ShippingError(problem, hint="run the command again")
 
 
