@@ -183,6 +183,6 @@ def run_helper(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]
 def _refusal(reason: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"the picture cannot be read: {reason}",
-        hint="send a JPEG, PNG, WebP or GIF file in base64",
+        hint="send a whole JPEG, PNG, WebP or GIF file of at most 32 MB and 32 megapixels, in base64",
         param=param,
     )
