@@ -44,7 +44,10 @@ class Keys:
         return self._digests[0].hex()[:8] if self._digests else ""
 
     def cache_salt(self, name: str) -> str:
-        """Return a key's cache salt: keys share no cached prefixes. "" if there is only one key."""
+        """Return the salt that separates the cached prefixes of the key `name` from other keys'.
+
+        It is "" if there is only one key.
+        """
         if len(self._digests) < 2:
             return ""
         digest = next(digest for digest in self._digests if digest.hex()[:8] == name)
@@ -56,20 +59,28 @@ def key_path() -> Path:
 
 
 def configured_keys(file: str | None = None) -> Keys:
-    """Return the keys of the environment or `file`, if any. Raises ServeError for an invalid key."""
+    """Return the keys in `EDGEINFER_API_KEY`, in `file`, or in the file `EDGEINFER_API_KEY_FILE`.
+
+    The first of these that is set counts; if none is set, there are no keys. Raises ServeError if the
+    file does not exist, and what `read_keys` raises.
+    """
     key = os.environ.get("EDGEINFER_API_KEY", "")
     if key:
         return Keys([_check(key, "EDGEINFER_API_KEY")])
     path = file or os.environ.get("EDGEINFER_API_KEY_FILE", "")
+    option = "--api-key-file" if file else "EDGEINFER_API_KEY_FILE"
     try:
         return Keys(read_keys(Path(path)) if path else [])
     except FileNotFoundError as error:
         hint = "name a file with one API key per line; `openssl rand -hex 32` makes a key"
-        raise ServeError(f"there is no file {path}", hint=hint) from error
+        raise ServeError(f"{option} names {path}, which does not exist", hint=hint) from error
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the user's own keys and whether they are new. Raises ServeError if exposed or invalid."""
+    """Return the keys in the file `key_path()`, and whether this call has made the file.
+
+    A new file has one random key. Raises what `read_keys` raises for an existing file.
+    """
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -87,7 +98,10 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """Return the key of the user's endpoint, "" for none. Raises ServeError if exposed or invalid."""
+    """Return the key that the user's own clients send to the endpoint; "" if there is none.
+
+    Raises ServeError if the key file cannot be used (`read_keys`).
+    """
     key = os.environ.get("EDGEINFER_API_KEY", "")
     if key:
         return key
@@ -99,7 +113,11 @@ def own_key() -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read a file of keys, one per line, with `#` comments. Raises FileNotFoundError, ServeError."""
+    """Read a file of keys, one per line; lines that begin with `#` are comments.
+
+    Raises FileNotFoundError. Raises ServeError if the file cannot be read, or other users can read it,
+    or it has no key or an invalid one.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             info = os.fstat(file.fileno())
@@ -115,8 +133,8 @@ def read_keys(path: Path) -> list[str]:
         raise ServeError(f"{path}: {reason}", hint=hint) from error
     keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
-        hint = f"remove {path}: the next `edgeinfer serve` makes a file with a new key"
-        raise ServeError(f"{path} holds no API key", hint=hint)
+        hint = f"write one API key per line: `openssl rand -hex 32 >> {path}`"
+        raise ServeError(f"{path} is empty or has only comments, but no API key", hint=hint)
     return keys
 
 

@@ -288,6 +288,26 @@ def test_a_key_file_that_is_open_to_others_or_without_a_usable_key_is_refused(tm
     assert (refused.value.hint == f"chmod 600 {file}") is (mode != 0o600)
 
 
+def test_a_missing_key_file_is_named_with_its_option(monkeypatch, tmp_path):
+    missing = str(tmp_path / "none")
+    with pytest.raises(ServeError, match="--api-key-file names"):
+        keys.configured_keys(missing)
+    monkeypatch.setenv("EDGEINFER_API_KEY_FILE", missing)
+    with pytest.raises(ServeError, match="EDGEINFER_API_KEY_FILE names"):
+        keys.configured_keys()
+
+
+def test_hint_for_a_key_file_without_keys_makes_the_file_usable(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# nothing\n")
+    file.chmod(0o600)
+    with pytest.raises(ServeError) as refused:
+        keys.configured_keys(str(file))
+    command = refused.value.hint.partition("`")[2].rstrip("`")
+    subprocess.run(command, shell=True, check=True)
+    assert len(keys.configured_keys(str(file))) == 1
+
+
 def test_typed_hosts_and_origins_are_accepted_and_star_is_not():
     typed = _options("--allow-host", "Box.lan", "--allow-host=other.lan", "--allow-origin", PAGE)
     (listener,) = bind("127.0.0.1", 0)
