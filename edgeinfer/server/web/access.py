@@ -41,7 +41,10 @@ PATH = "/web"
 
 
 def read_secret() -> bytes:
-    """Return or make the user's secret (32 bytes). Raises ServeError if it is exposed or damaged."""
+    """Return the secret (32 bytes) that signs sign-in codes and cookies; the first call makes it.
+
+    Raises ServeError if other users can read the secret's file, or if the file is too short.
+    """
     path = paths.data_dir() / "web-secret"
     with path_errors(path, "check the data folder", ServeError):
         paths.make_folder(path.parent)
@@ -50,8 +53,16 @@ def read_secret() -> bytes:
                 file.write(secrets.token_bytes(32))
         status = path.stat()
         secret = path.read_bytes()
-    if status.st_mode & 0o077 or len(secret) < 32:
-        raise ServeError(f"{path} can be read by other users, or is damaged", hint=f"remove {path}")
+    if status.st_mode & 0o077:
+        raise ServeError(
+            f"other users can read {path}, with which they could sign in to the chat page",
+            hint=f"remove {path} and restart the endpoint; then sign in again with `edgeinfer web`",
+        )
+    if len(secret) < 32:
+        raise ServeError(
+            f"{path}, the secret of the chat page, is damaged: it has {len(secret)} bytes, not 32",
+            hint=f"remove {path} and restart the endpoint; then sign in again with `edgeinfer web`",
+        )
     return secret
 
 
@@ -76,7 +87,10 @@ def user_of(connection: Connection | None) -> str:
 
 
 class Access:
-    """Checks codes and cookies of the endpoint at `port`. `user` is what `user_of` returns."""
+    """Checks sign-in codes and cookies for the page of the endpoint at `port`.
+
+    In the methods, `user` is the client's uid as text, as `user_of` returns it.
+    """
 
     def __init__(self, port: int, keys: Keys) -> None:
         self._keys = keys
@@ -107,11 +121,14 @@ class Access:
         return True
 
     def announce(self) -> None:
-        """Let the endpoint's own user sign in once without a code within the next two minutes."""
+        """Let the endpoint's own user sign in once without code and key within the next two minutes."""
         self._announced_until = time.monotonic() + _CODE_S
 
     def may_sign_in(self, user: str) -> bool:
-        """Return whether `user` may sign in without code and key. Success uses up an `announce`."""
+        """Return whether `user` may sign in without code and key: only the endpoint's own user may.
+
+        If there are API keys, this user may sign in only once after each `announce`.
+        """
         is_announced = time.monotonic() < self._announced_until
         if user != str(os.getuid()) or (self._keys and not is_announced):
             return False
@@ -129,7 +146,11 @@ class Access:
         return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{secure_flag}"
 
     def check(self, cookies: str, user: str) -> str:
-        """Return the first API key's name, "" without keys. Raises Problem 401 for a bad cookie."""
+        """Check the sign-in cookie in the header Cookie, which is `cookies`.
+
+        Return the first API key's name ("" without keys): the page's requests count as requests with
+        this key. Raises Problem 401 if the cookie is missing, expired or invalid.
+        """
         value = ""
         with contextlib.suppress(CookieError, KeyError):
             value = SimpleCookie(cookies)[f"edgeinfer-{self._port}"].value

@@ -195,9 +195,13 @@ def test_a_secret_that_others_can_read_is_refused(serve):
     path = paths.data_dir() / "web-secret"
     assert path.stat().st_mode & 0o777 == 0o600
     os.chmod(path, 0o644)
-    with pytest.raises(ServeError, match="read by other users"):
+    with pytest.raises(ServeError, match="other users can read"):
         make_code()
     assert live_server.client.post("/web/session", json={"code": "x"}).status_code >= 400
+    os.chmod(path, 0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(ServeError, match="has 5 bytes, not 32"):
+        make_code()
 
 
 def test_root_serves_the_page_only_to_browsers(serve):
