@@ -33,7 +33,9 @@ from edgeinfer.server.web.access import PATH as PAGE
 from edgeinfer.server.web.access import user_of
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
-_ADMIN_ONLY = "This needs the first API key or, if the endpoint has no keys, the user who started it."
+_ADMIN_ONLY = (
+    "This route needs the first API key or, if the endpoint has no keys, the user who started it."
+)
 
 
 class EndpointApp:
@@ -254,7 +256,8 @@ class _Routes:
                 if operation.method == "GET":
                     methods["HEAD"] = operation
                 self.exact[operation.path] = RouteMatch(methods, dialect)
-        #: The longest pattern first: `{id}` also matches slashes (`ollama/someone/model:tag`).
+        #: Paths with `{id}` as regular expressions, the longest first: `{id}` also matches slashes, so
+        #: `/v1/models/{id}` would match `/v1/models/ollama/someone/model:tag/unload`, too.
         self._patterns = [
             (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
             for path, match in sorted(self.exact.items(), key=lambda item: -len(item[0]))
@@ -295,7 +298,7 @@ def _spellings(path: str) -> tuple[str, ...]:
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`. An unknown path has none, but a dialect for the error.
+    """Find the operations at `path`. For an unknown path, the result has only the error's dialect.
 
     Clients configure a base URL with or without `/v1` and a final slash, so all these spellings match.
     """

@@ -112,8 +112,8 @@ class ModelPool:
     def resolve(self, name: str | None) -> str:
         """Return the model that a request means by `name`; None means the default model.
 
-        Exact aliases take precedence over names of models (compared as in `lookup.find`), and names
-        over alias patterns. Raises UnknownModelError.
+        `name` is compared with aliases first, then with models (in any spelling that `lookup.find`
+        accepts), then with alias patterns. Raises UnknownModelError.
         """
         if name is None:
             return self.default
@@ -142,7 +142,10 @@ class ModelPool:
         return [*(AvailableModel(name=name) for name in names), *self._list_pulled()]
 
     def only_model(self) -> str | None:
-        """Return the default model if it is the only one, so that any name means it; otherwise None."""
+        """Return the default model if unknown names mean it, because there is no other; otherwise None.
+
+        If there is an alias `*`, unknown names never mean the default model in this way.
+        """
         is_lone = len({model.name for model in self._models()}) == 1 and not self._aliases.has_catch_all
         return self.default if is_lone else None
 
@@ -157,7 +160,10 @@ class ModelPool:
         return "loading" if entry.loaded is None else "loaded"
 
     def stage(self, name: str) -> tuple[str, float | None]:
-        """Return the stage of a load and its progress (0 to 1, None if unknown), or ("", None)."""
+        """Return the stage in which a model's loading is, and the stage's progress.
+
+        The progress is 0 to 1, None if unknown. Return ("", None) if the model is not being loaded.
+        """
         entry = self._entries.get(name)
         return ("", None) if entry is None or entry.loaded else (entry.stage, entry.fraction)
 
@@ -198,7 +204,10 @@ class ModelPool:
         return [entry.describe(now) for entry in self._entries.values()]
 
     def owner_of_adapter(self, name: str) -> str | None:
-        """Return a loaded model, if possible the default one, with adapter `name`; None for none."""
+        """Return the loaded model that has the LoRA adapter `name`; None if no model has it.
+
+        If several models have it, the default model takes precedence.
+        """
         owners = [
             model for model, engine in self.engines() if name in {a.name for a in engine.info.lora}
         ]
@@ -226,7 +235,7 @@ class ModelPool:
     async def use_adapters(
         self, lease: Lease, change: Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
     ) -> tuple[Adapter, ...]:
-        """Change the LoRA adapters of a model, now and whenever it is loaded again.
+        """Change the LoRA adapters of a model, now and whenever it is loaded again; return them.
 
         `change` gets the loaded adapters and returns the adapters to load. Raises what `change` raises,
         and what `Engine.use_adapters` raises.
@@ -262,7 +271,7 @@ class ModelPool:
             entry.expiry = asyncio.get_running_loop().call_later(keep_alive_s, self._expire, entry)
 
     def discard(self, entry: ModelEntry) -> None:
-        """Forget a model's engine, so that the next request loads the model again."""
+        """Remove a model's entry without closing the engine; the next request loads the model again."""
         if self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
 
@@ -306,7 +315,7 @@ class ModelPool:
         entry.loaded = loaded
         self.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
-        # count the minimum size of an automatic context, which the engine shortens if memory is short
+        # if the context's size is automatic, count the minimum: the engine uses it if memory is short
         kv_bytes = info.least_kv_bytes or info.kv_bytes
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
         self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes
@@ -358,7 +367,10 @@ class ModelPool:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - loop.time()))
             except TimeoutError:
                 need = f"{entry.name} ({entry.need_bytes >> 20} MiB)"
-                raise OutOfMemoryError(f"No memory for {need} while other models are in use") from None
+                raise OutOfMemoryError(
+                    f"No memory for {need} while other models are in use",
+                    hint="try again when their requests have ended, or use a smaller model",
+                ) from None
 
     def _fits(self, entry: ModelEntry) -> bool:
         reserved_bytes = sum(

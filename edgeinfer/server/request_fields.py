@@ -18,10 +18,10 @@ from edgeinfer.units import parse_duration
 def common_fields(
     body: GenerationFields, info: EngineInfo, options: Wire | None = None
 ) -> dict[str, Any]:
-    """Return the fields of GenerateRequest for which all APIs have the same names.
+    """Return the fields of a GenerateRequest that have the same names in all APIs.
 
-    `options` is the object with the sampling options and `stop`, by default `body`. OpenAI's `store:
-    "none"` means the same as `cache_prompt: false`: no prefix is stored.
+    `options` is the object that has the sampling options and `stop`, by default `body`. The value
+    "none" of `store` means the same as `cache_prompt: false`: no prefix is stored.
     """
     options = options or body
     stop = getattr(options, "stop", None) or ()
@@ -40,7 +40,7 @@ def common_fields(
 
 
 def sampling_of(options: Wire, base: Sampling) -> Sampling:
-    """Return a model's sampling defaults, overridden by the options that a request sets.
+    """Return `base`, the model's sampling defaults, overridden by the options that a request sets.
 
     If the request sets any option but the seed, the model's default penalties are dropped.
     """
@@ -111,10 +111,11 @@ def reasoning(
 
 
 def refuse_infill(info: EngineInfo, param: str) -> None:
-    """Raise InvalidRequestError for a model without fill-in-the-middle tokens."""
+    """Raise InvalidRequestError for the field `param` if the model has no fill-in-the-middle tokens."""
     if not info.can_infill:
         message = f"{param}: {info.model} does not support fill-in-the-middle"
-        raise InvalidRequestError(message, param=param)
+        hint = "use a model that has tokens for fill-in-the-middle"
+        raise InvalidRequestError(message, param=param, hint=hint)
 
 
 _YEAR_S = 31_536_000.0

@@ -73,7 +73,8 @@ def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, .
     param, texts = "prompt.multimodal_data", prompt.split(_MEDIA)
     if len(texts) != len(encoded) + 1:
         message = f"{len(encoded)} pictures, but {len(texts) - 1} placeholders {_MEDIA} in the prompt"
-        raise InvalidRequestError(message, param=param)
+        hint = f"send one {_MEDIA} in prompt.prompt_string for each picture"
+        raise InvalidRequestError(message, param=param, hint=hint)
     parts: list[str | bytes] = [texts[0]]
     for picture, text in zip(encoded, texts[1:], strict=True):
         parts += from_base64(picture, param), text
@@ -94,14 +95,17 @@ def _with_biases(body: wire.LlamaFields) -> wire.LlamaFields:
     if not isinstance(body.logit_bias, list):
         return body
     if any(bias is True for _, bias in body.logit_bias):
-        raise InvalidRequestError("logit_bias: use false to ban a token, not true", param="logit_bias")
+        message = "logit_bias: a bias must be a number or false, not true"
+        hint = "a number changes a token's logit, false bans the token"
+        raise InvalidRequestError(message, param="logit_bias", hint=hint)
     biases = {token: -math.inf if bias is False else bias for token, bias in body.logit_bias}
     return msgspec.structs.replace(body, logit_bias=biases)
 
 
 def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
     if body.grammar and body.json_schema is not None:
-        raise InvalidRequestError("grammar cannot be combined with json_schema", param="grammar")
+        message = "grammar cannot be combined with json_schema"
+        raise InvalidRequestError(message, param="grammar", hint="leave one of the two out")
     if body.json_schema is not None:
         return JsonSchema(body.json_schema)
     return Grammar(body.grammar) if body.grammar else None
@@ -130,7 +134,10 @@ ChangeAdapters = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 def adapters_by_id(
     choices: Sequence[wire.LoraById], loaded: Sequence[Adapter]
 ) -> tuple[tuple[str, float], ...]:
-    """Convert ids (indexes) to names and scales. Raises InvalidRequestError for an unknown id."""
+    """Return (name, scale) of each chosen adapter. An adapter's id is its index in `loaded`.
+
+    Raises InvalidRequestError for an id that no adapter has.
+    """
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
             message = f"no adapter has the id {choice.id}; {len(loaded)} are loaded"
@@ -158,7 +165,9 @@ def _adapter_path(context: RequestContext, text: str) -> str:
     except ValueError:
         adapters = ()
     if len(adapters) != 1 or adapters[0].scale != 1:
-        raise InvalidRequestError("lora_path must name one adapter, without a scale", param="lora_path")
+        message = f"lora_path must name one adapter, without a scale: '{text}' does not"
+        hint = "send the adapter's name in lora_path, and its scale in the field scale"
+        raise InvalidRequestError(message, param="lora_path", hint=hint)
     if not os.path.isfile(adapters[0].path):
         hint = "`edgeinfer pull ADAPTER --base MODEL`"
         raise UsageError(f"The adapter '{text}' is not pulled", hint=hint)
@@ -188,7 +197,10 @@ async def _change_adapters(context: RequestContext, change: ChangeAdapters) -> t
 
 
 class LlamaRenderer(Renderer):
-    """Renders /completion and /infill: an answer for each prompt, with the prompt if it is text."""
+    """Renders /completion and /infill: one answer for each prompt.
+
+    The field `prompt` of an answer repeats a prompt that was sent as text, not as token ids.
+    """
 
     def __init__(
         self,

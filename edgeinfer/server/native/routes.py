@@ -59,8 +59,9 @@ def detokenize(
     context: RequestContext, body: wire.DetokenizeRequest, engine: Engine
 ) -> wire.DetokenizeReply:
     """Detokenize tokens."""
-    if any(token >= engine.info.n_vocab for token in body.tokens):
-        message = f"token ids go from 0 to {engine.info.n_vocab - 1}"
+    largest, last = max(body.tokens, default=0), engine.info.n_vocab - 1
+    if largest > last:
+        message = f"tokens has {largest}, but {engine.info.model}'s token ids go from 0 to {last}"
         raise InvalidRequestError(message, param="tokens")
     text = engine.detokenize(body.tokens).decode("utf-8", "replace")
     return wire.DetokenizeReply(content=text)

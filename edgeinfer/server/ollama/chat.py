@@ -78,7 +78,10 @@ async def _load_or_unload(context: RequestContext, body: wire.OllamaFields) -> R
 
 
 def chat_request(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert POST /api/chat. Raises InvalidRequestError."""
+    """Convert the body of POST /api/chat to a request for the engine.
+
+    Raises InvalidRequestError for invalid pictures, and for `think` if the model does not reason.
+    """
     turns = _messages(body.messages or ())
     if info.system_prompt and turns[0].role not in ("system", "developer"):
         turns = (Message(role="system", content=info.system_prompt), *turns)
@@ -87,11 +90,19 @@ def chat_request(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequ
 
 
 def generate_request(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert POST /api/generate: chat turn, raw prompt or infill. Raises InvalidRequestError."""
+    """Convert the body of POST /api/generate to a request: a chat turn, a raw prompt or an infill.
+
+    Raises InvalidRequestError for invalid pictures, for fields that cannot be combined, and for
+    `suffix` and `think` if the model does not support them.
+    """
     shared, prompt = _shared_fields(body, info), body.prompt or ""
     if body.suffix:
         if not info.can_infill:
-            raise InvalidRequestError(f"{info.model} does not support insert", param="suffix")
+            raise InvalidRequestError(
+                f"{info.model} does not support insert",
+                param="suffix",
+                hint="leave suffix out, or use a model for which /api/show lists the capability insert",
+            )
         return GenerateRequest(infill=Infill(prefix=prompt, suffix=body.suffix), **shared)
     if _is_raw(body) or not info.has_chat_template:
         fields = _content(f"{body.system or ''}{prompt}", body.images)
@@ -120,7 +131,8 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
     template = (body.template or "").strip()
     if body.raw and (template or body.system):
         param = "template" if template else "system"
-        raise InvalidRequestError(f"{param}: cannot be combined with `raw`", param=param)
+        message = f"{param} cannot be combined with raw"
+        raise InvalidRequestError(message, param=param, hint=f"leave {param} or raw out")
     if template and template not in _PROMPT_ONLY:
         raise InvalidRequestError(_NO_TEMPLATES, param="template")
     return bool(body.raw or template)
@@ -193,7 +205,11 @@ def _shared_fields(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
 
 def _thinking(think: bool | str | None, info: EngineInfo) -> dict[str, Any]:
     if think not in (None, False, "none") and not info.can_think:
-        raise InvalidRequestError(f"{info.model} does not support thinking", param="think")
+        raise InvalidRequestError(
+            f"{info.model} does not support thinking",
+            param="think",
+            hint="leave think out, or use a model for which /api/show lists the capability thinking",
+        )
     return reasoning(think) if isinstance(think, str) else reasoning(None, enabled=think)
 
 
@@ -208,7 +224,10 @@ def durations(context: RequestContext) -> dict[str, int]:
 
 
 class OllamaRenderer(Renderer):
-    """Renders /api/chat, and /api/generate without tool calls, as JSON lines or one JSON object."""
+    """Renders /api/chat and /api/generate as JSON lines, or as one JSON object.
+
+    Only /api/chat returns tool calls.
+    """
 
     def __init__(
         self, context: RequestContext, body: wire.OllamaFields, info: EngineInfo | None = None

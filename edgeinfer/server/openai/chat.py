@@ -61,9 +61,16 @@ async def chat_completions(context: RequestContext, body: wire.ChatRequest) -> R
 
 
 def chat_requests(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Convert a chat request to `n` requests with different seeds. Raises InvalidRequestError."""
+    """Convert the body of POST /v1/chat/completions to `n` requests with different seeds.
+
+    Raises InvalidRequestError for fields that cannot be combined, and for files that cannot be decoded.
+    """
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs: true",
+            param="top_logprobs",
+            hint="add logprobs, or leave top_logprobs out",
+        )
     _check_open_turn(body)
     limits = (body.max_tokens, body.max_completion_tokens)
     request = GenerateRequest(
@@ -190,7 +197,8 @@ def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
             raise InvalidRequestError(message, param="structured_outputs")
     if len(by_field) > 1:
         first, second, *_ = by_field
-        raise InvalidRequestError(f"{second} cannot be combined with {first}", param=second)
+        message = f"{second} cannot be combined with {first}"
+        raise InvalidRequestError(message, param=second, hint="leave one of the two out")
     return next(iter(by_field.values()), None)
 
 
@@ -234,7 +242,10 @@ class OpenAIRenderer(Renderer):
     def encode_choice(
         self, index: int, fields: bytes, logprobs: bytes = b"null", finish: bytes = b"null"
     ) -> bytes:
-        """Encode a chunk without `_TAIL`; `fields` is the JSON of an answer's next piece."""
+        """Encode a chunk of the answer `index` without its end (`_TAIL`).
+
+        `fields` are JSON fields of the choice, e.g. `"text":"Hello"`; the other two are JSON values.
+        """
         values = (self._head, index, fields, finish, logprobs)
         return b'%b{"index":%d,%b,"finish_reason":%b,"logprobs":%b}' % values
 
@@ -383,7 +394,10 @@ def wire_logprobs(tokens: Sequence[TokenLogprobs]) -> wire.ChoiceLogprobs:
 
 
 def logprob_fields(token: Logprob) -> dict[str, Any]:
-    """Return the fields `token`, `bytes`, `logprob` (-9999 for less: JSON has no minus infinity)."""
+    """Return the fields `token`, `bytes` and `logprob`.
+
+    A `logprob` below -9999 becomes -9999, because JSON has no minus infinity.
+    """
     logprob = token.logprob if token.logprob > -9999.0 else -9999.0
     text = token.piece.decode("utf-8", "replace")
     return {"token": text, "logprob": logprob, "bytes": list(token.piece)}

@@ -47,11 +47,11 @@ async def completions(context: RequestContext, body: wire.CompletionRequest) -> 
 
 
 def prompts_of(
-    prompt: str | Sequence[str | int | Sequence[int]], param: str, most: int = 64
+    prompt: str | Sequence[str | int | Sequence[int]], param: str, max_prompts: int = 64
 ) -> list[TextOrTokens]:
-    """Convert a field `prompt` or `input` to a list of texts or tuples of token ids.
+    """Convert the field `param` of a request to a list of prompts: texts, or tuples of token ids.
 
-    Raises InvalidRequestError, which names `param`, if a list mixes kinds or has more than `most`.
+    Raises InvalidRequestError if the list mixes texts and token ids, or has more than `max_prompts`.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -59,20 +59,31 @@ def prompts_of(
     if kinds == {int}:
         return [tuple(prompt)]  # type: ignore[arg-type]  # a list of ints is one prompt
     if len(kinds) != 1:
-        message = "a list must hold only texts, only token ids, or only lists of token ids"
+        message = f"{param} must be a list of only texts, only token ids, or only lists of token ids"
         raise InvalidRequestError(message, param=param)
-    if len(prompt) > most:
-        raise InvalidRequestError(f"a request may have at most {most} prompts", param=param)
+    if len(prompt) > max_prompts:
+        raise InvalidRequestError(
+            f"{param} has {len(prompt)} elements, but at most {max_prompts} are allowed",
+            param=param,
+            hint="send them in several requests",
+        )
     return [item if isinstance(item, str) else tuple(item) for item in prompt]  # type: ignore[arg-type]  # no int is left
 
 
 def completion_requests(
     prompts: Sequence[TextOrTokens], body: wire.CompletionRequest, info: EngineInfo
 ) -> list[GenerateRequest]:
-    """Make `n` requests for each prompt, in the prompts' order. Raises InvalidRequestError."""
+    """Make `n` requests for each prompt, in the prompts' order.
+
+    Raises InvalidRequestError for more than 64 answers, and for fields that cannot be combined.
+    """
     n = body.n or 1
     if len(prompts) * n > 64:
-        raise InvalidRequestError("a request may have at most 64 answers (prompts times n)", param="n")
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n = {n} make more than 64 answers",
+            param="n",
+            hint="use a smaller n, or send the prompts in several requests",
+        )
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     shared: dict[str, Any] = {
         "max_tokens": None if max_tokens == -1 else max_tokens,
@@ -87,16 +98,24 @@ def completion_requests(
 def _prompt_fields(
     prompt: TextOrTokens, body: wire.CompletionRequest, info: EngineInfo
 ) -> dict[str, Any]:
-    # for a prompt of token ids, `echo` needs prompt logprobs (0 alternatives): they have the text
+    # `echo` gets the text of token ids from their prompt logprobs, which are therefore requested
     top = body.logprobs if isinstance(prompt, str) else body.logprobs or 0
     prompt_logprobs = top if body.echo else None
     if not body.suffix:
         return {"prompt": prompt, "prompt_logprobs": prompt_logprobs}
     refuse_infill(info, "suffix")
     if not isinstance(prompt, str):
-        raise InvalidRequestError("suffix needs a text prompt, not token ids", param="suffix")
+        raise InvalidRequestError(
+            "suffix needs a prompt of text, not of token ids",
+            param="suffix",
+            hint="send the prompt as text, or leave suffix out",
+        )
     if prompt_logprobs is not None:
-        raise InvalidRequestError("suffix cannot be combined with echo and logprobs", param="suffix")
+        raise InvalidRequestError(
+            "suffix cannot be combined with echo and logprobs",
+            param="suffix",
+            hint="leave one of the three out",
+        )
     return {"infill": Infill(prefix=prompt, suffix=body.suffix)}
 
 

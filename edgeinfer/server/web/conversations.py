@@ -80,7 +80,7 @@ class RunningAnswer:
         self._shown: _ShownCard | None = None
 
     def decide(self, card: Card) -> Decision:
-        """Ask the user in every page whether a tool call may run; wait for the decision.
+        """Ask the user in every page whether the tool call on `card` may run; wait for the decision.
 
         The decision is "no" if the answer is stopped, or if no page has been open for `UNSEEN_S`.
         """
@@ -103,10 +103,13 @@ class RunningAnswer:
     def show_use(self, use: ToolUse, text: str) -> None:
         self._call_notes = {**self._call_notes, use.id: text or use.status}
 
-    def take(self, card: int, decision: Decision) -> None:
-        """Set the decision on the call with the number `card`. Raises Problem 409 if it is too late."""
+    def take(self, number: int, decision: Decision) -> None:
+        """Set the user's decision on the tool call that the pages show with this number.
+
+        Raises Problem 409 if the call no longer waits for a decision.
+        """
         shown = self._shown  # read only once, because the thread in `decide` may replace `_shown`
-        if shown is None or shown.is_decided or shown.plain["number"] != card:
+        if shown is None or shown.is_decided or shown.plain["number"] != number:
             raise Problem(409, "This tool call no longer waits for permission.", code="not_waiting")
         shown.is_decided = True
         shown.decided.put(decision)
@@ -118,7 +121,10 @@ class RunningAnswer:
             self.answer.stop()
 
     def calls(self) -> dict[str, object]:
-        """Return the data of the event `calls`: the call that waits for permission, and all notes."""
+        """Return the data of the event `calls`.
+
+        These are the tool call that waits for permission, each call's state, and the tools' notices.
+        """
         shown = self._shown
         card = None if shown is None or shown.is_decided else shown.plain
         return {"card": card, "words": self._call_notes, "said": self.tool_notices}
@@ -145,7 +151,10 @@ class Conversations:
         self._endpoint.log.error("internal", error)
 
     def latest_answer(self, conversation_id: int) -> RunningAnswer:
-        """Return this process's last answer in a conversation; an ended, empty one if there is none."""
+        """Return the latest answer that this process has generated in a conversation, or is generating.
+
+        If there is none, return a RunningAnswer that has ended and has no text.
+        """
         return self._answers.get(conversation_id, _NOTHING_RUNS)
 
     async def use(self, work: Callable[[ConversationStore], T]) -> T:
@@ -158,7 +167,10 @@ class Conversations:
         return await asyncio.get_running_loop().run_in_executor(self._reader, working)
 
     async def change(self, conversation_id: int, work: Callable[[ChatSession], T]) -> T:
-        """Run `work(session)`, with a new conversation for id 0. Raises its errors, and Problem 404."""
+        """Run `work(session)` with a conversation open (id 0: a new one), and return its result.
+
+        Raises what `work` raises, and Problem 404 if there is no such conversation.
+        """
 
         def changing(store: ConversationStore) -> T:
             session = ChatSession(lambda: store)
@@ -180,8 +192,9 @@ class Conversations:
         """Change a conversation and begin an answer, which continues after the request ends.
 
         `update_session` stores the question, or applies settings before an answer is generated again.
-        Return the conversation's id. Raises Problem 409 if an answer in it is being written, and what
-        `update_session` raises.
+        Then `begin` begins the answer. Return the conversation's id. Raises Problem 409 if another
+        answer in the conversation is being generated, 503 or 429 if too many requests are running, and
+        what `update_session` raises.
         """
         if self.latest_answer(conversation_id).is_running:
             raise _busy_problem()
@@ -317,15 +330,15 @@ class Conversations:
         """Stop the running answer. Raises Problem 409 if this process does not generate one."""
         running = self.latest_answer(conversation_id)
         if not running.is_running:
-            message = "This endpoint writes no answer here; if another program does, stop it there."
+            message = "This endpoint is not generating an answer in this conversation."
             raise Problem(409, message, code="not_answering")
         running.cancel()
 
     async def follow(self, conversation_id: int, latest: int) -> AsyncIterator[bytes]:
-        """Yield server-sent events when the list of conversations or one of them changes.
+        """Yield server-sent events when a conversation, or the list of all conversations, changes.
 
-        If `conversation_id` is 0, only the list is followed. `latest` is the number of turns to send.
-        The first events give the whole state, so that a page may reconnect at any time.
+        If `conversation_id` is 0, only the list is followed. Only the last `latest` turns are sent. The
+        first events give the whole state, so that a page may reconnect at any time.
         """
         follower = Follower(self, conversation_id, latest)
         commented = time.monotonic()

@@ -58,15 +58,19 @@ console.log((await answer.json()).choices[0].message.content);
 def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: str) -> str:
     """Return the request behind an answer as a curl command, or as Python or JavaScript code.
 
-    `turn_id` is the answer (0: the latest), `base` the endpoint's URL, and `system` the model's own
-    system prompt. Pictures are left out. Raises UsageError.
+    `turn_id` is the answer or its question (0: the latest question), `form` is "curl", "python" or
+    "javascript", `base` is the endpoint's URL, and `system` the model's own system prompt. Pictures are
+    left out. Raises UsageError if the conversation has no such turn, or no question.
     """
     question = session.question
     if turn_id:
         turn = session.turn(turn_id)
         question = turn if turn.role == "user" else session.turn(turn.parent_id or 0)
     if question is None:
-        raise UsageError("there is no request yet", hint="ask something first")
+        raise UsageError(
+            "the conversation has no question yet, so there is no request to show as code",
+            hint="ask something first",
+        )
     messages = session.prompt.messages(branch_to({t.id: t for t in session.all_turns()}, question.id))
     sampling = session.conversation.sampling.items()
     options: dict[str, Any] = {name: value for name, value in sampling if value is not None}
@@ -162,7 +166,10 @@ async def static(context: RequestContext) -> Response:
 
 @ROUTES.post(f"{PATH}/session", uses_model=False, web="open")
 async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
-    """Exchange a one-time code or the first API key for a cookie; `access.py` says who needs none."""
+    """Exchange a one-time code or the first API key for a cookie.
+
+    The user who runs the endpoint needs neither if `Access.may_sign_in` says so.
+    """
     access: Access = context.endpoint.web.access
     user = user_of(context.request.scope.get("connection"))
     if body.key:
