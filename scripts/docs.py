@@ -173,7 +173,7 @@ def metrics() -> str:
 
     rows = [
         f"| `{name}` | {kind} | {labels} | {text} |"
-        for name, kind, labels, text in Metrics(lambda: []).described()
+        for name, kind, labels, text in Metrics(lambda: []).describe()
     ]
     return "\n".join(["| metric | kind | labels | |", "|---|---|---|---|", *rows]) + "\n"
 

@@ -77,8 +77,8 @@ class Connection:
         self._direct_writer = DirectWriter(self._descriptor, self._transport, render)
         return self._direct_writer
 
-    def lost(self) -> None:
-        """Stop direct writes, because the event loop is about to close the socket."""
+    def stop_direct_writes(self) -> None:
+        """Stop direct writes for good, because the event loop is about to close the socket."""
         self._is_lost = True
         if self._direct_writer is not None:
             self._direct_writer.close()

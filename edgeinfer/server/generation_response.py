@@ -44,11 +44,11 @@ B = TypeVar("B", bound=GenerationFields)
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
-    """The decoded body, its conversion to requests, and the renderer: the arguments of `answer`."""
+    """The arguments of `answer`: a decoded body, and functions that make requests and a renderer."""
 
     body: GenerationFields
-    requests: Callable[[Any, EngineInfo], Sequence[GenerateRequest]]
-    renderer: Callable[[RequestContext, Any, EngineInfo], Renderer]
+    make_requests: Callable[[Any, EngineInfo], Sequence[GenerateRequest]]
+    make_renderer: Callable[[RequestContext, Any, EngineInfo], Renderer]
 
 
 class GenerationTask(NamedTuple):
@@ -61,9 +61,10 @@ class GenerationTask(NamedTuple):
 
 
 async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
-    """Load the model if needed, and submit. If the model's process has died, load the model once more.
+    """Load the model if needed, and submit the generations.
 
-    Raises EngineClosedError if the new process dies, too, and what loading and `Engine.submit` raise.
+    If the model's process has died, the model is loaded once more. Raises EngineClosedError if the new
+    process dies, too. Raises what loading the model and `Engine.submit` raise.
     """
     try:
         return await _start_once(context, spec)
@@ -78,15 +79,17 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
     try:
         info = lease.engine.info
         if _may_have_files(context.body or b""):  # in a thread: decoding 32 MB of base64 takes 30 ms
-            requests = await _read_files(context, functools.partial(spec.requests, spec.body, info))
+            make_requests = functools.partial(spec.make_requests, spec.body, info)
+            requests = await _read_files(context, make_requests)
         else:
-            requests = spec.requests(spec.body, info)
+            requests = spec.make_requests(spec.body, info)
         check_tools(requests[0])
         requests = [context.apply(request) for request in requests]
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
-        return GenerationTask(lease, requests, generations, spec.renderer(context, spec.body, info))
+        renderer = spec.make_renderer(context, spec.body, info)
+        return GenerationTask(lease, requests, generations, renderer)
     except BaseException:
         lease.release()
         raise
@@ -123,7 +126,7 @@ async def submit_all(
     endpoint, engine = context.endpoint, lease.engine
     caller = context.caller.turn
     if requests[0].n_pictures and not engine.info.can_see:
-        # do not let this request wait for a slot: the engine refuses pictures for this model
+        # the engine refuses pictures for this model: submit now, so that the error waits for no slot
         await endpoint.preparation.submit(engine, requests[0], caller)
     generations: list[Generation] = []
     context.is_queued = True
@@ -200,19 +203,20 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 async def answer(
     context: RequestContext,
     body: B,
-    requests: Callable[[B, EngineInfo], Sequence[GenerateRequest]],
-    renderer: Callable[[RequestContext, B, EngineInfo], Renderer],
+    make_requests: Callable[[B, EngineInfo], Sequence[GenerateRequest]],
+    make_renderer: Callable[[RequestContext, B, EngineInfo], Renderer],
     *,
     stream: bool,
 ) -> Response:
-    """Return a response that generates the answers to `requests` and sends them.
+    """Return a response that generates the answers to a request and sends them.
 
-    `requests` and `renderer` are called with the loaded model's EngineInfo. Raises Problem and
-    EdgeInferError until the status 200 is sent; later errors end the stream as an event.
+    `make_requests(body, info)` and `make_renderer(context, body, info)` are called when the model is
+    loaded. Raises Problem and EdgeInferError until the status 200 is sent; later errors end the stream
+    as an event.
     """
     endpoint = context.endpoint
     context.name_model(body.model)
-    spec = GenerationSpec(body, requests, renderer)
+    spec = GenerationSpec(body, make_requests, make_renderer)
     is_loaded = endpoint.models.is_loaded(context.model)
     starting = asyncio.ensure_future(start(context, spec))
     if not stream:
@@ -397,7 +401,7 @@ class _StreamResponse(_GenerationResponse):
             problem = context.problem = self.endpoint.problem_of(error, context.id)
             context.outcome = problem.code or "error"
             spec = self._spec
-            renderer = self.task.renderer if self.task else spec.renderer(context, spec.body, info)
+            renderer = self.task.renderer if self.task else spec.make_renderer(context, spec.body, info)
             return renderer.failure(problem) or context.dialect.error_events(problem, context.id)
         finally:
             if self._direct_writer is not None:

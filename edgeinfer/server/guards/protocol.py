@@ -39,13 +39,13 @@ class _UnknownLength(int):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol of one connection, which enforces the limits `guard`."""
+    """uvicorn's protocol of one connection, which enforces the endpoint's `Limits`."""
 
     connection: Connection
 
-    def __init__(self, guard: Limits, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.guard = guard
+        self.limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._held_bytes = 0
@@ -55,26 +55,26 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.connection = Connection(transport)
-        if len(self.connections) > self.guard.max_connections:
+        if len(self.connections) > self.limits.max_connections:
             self._refuse(503)
         else:
-            self._start_deadline(self.guard.header_s)
+            self._start_deadline(self.limits.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
         self.resume_writing()
-        self.connection.lost()
+        self.connection.stop_direct_writes()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._start_deadline(self.guard.header_s)
+            self._start_deadline(self.limits.header_s)
         self._held_bytes += len(data)
         super().data_received(data)
-        url_bytes = self.guard.max_url_bytes if self._in_headers else 0
-        if self._held_bytes > self.guard.max_header_bytes + url_bytes:
+        url_bytes = self.limits.max_url_bytes if self._in_headers else 0
+        if self._held_bytes > self.limits.max_header_bytes + url_bytes:
             self._refuse(431)  # the parser would buffer unfinished headers and trailers without a limit
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -104,20 +104,20 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        if len(self.url) > self.guard.max_url_bytes:
+        if len(self.url) > self.limits.max_url_bytes:
             self._refuse(414)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
             return  # ignore this trailer; `_held_bytes` limits its size
         super().on_header(name, value)
-        if len(self.headers) > self.guard.max_headers:
+        if len(self.headers) > self.limits.max_headers:
             self._refuse(431)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._held_bytes = 0
-        if sum(len(name) + len(value) for name, value in self.headers) > self.guard.max_header_bytes:
+        if sum(len(name) + len(value) for name, value in self.headers) > self.limits.max_header_bytes:
             self._refuse(431)
         names = [name for name, _ in self.headers]
         if names.count(b"host") > 1:
@@ -129,7 +129,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(505)
         if self._refused:
             return
-        self._start_deadline(self.guard.body_s)
+        self._start_deadline(self.limits.body_s)
         self._use_host_of_target()
         super().on_headers_complete()
         self.connection.is_chunked = version == "1.1"
@@ -166,7 +166,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.guard.write_s, self.transport.abort)
+            self._write_timer = self.loop.call_later(self.limits.write_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -32,7 +32,7 @@ async def test_tokens_are_written_on_the_thread_that_made_them():
         assert await asyncio.to_thread(direct_writer, ReasoningDelta("two"))
         assert client.recv(100) == b"3\r\none\r\n3\r\ntwo\r\n"
         assert not direct_writer(ToolCallDelta(0))
-        connection.lost()
+        connection.stop_direct_writes()
         assert not direct_writer(TextDelta("late"))
         transport.abort()
 

@@ -70,7 +70,7 @@ def test_described_metrics_are_those_of_a_scrape(serve):
         labels = {name for sample in family.samples for name in sample.labels} - {"le"}
         name = f"{family.name}_total" if family.type == "counter" else family.name
         shown[name] = (family.type, ", ".join(sorted(labels)))
-    described = live_server.endpoint.metrics.described()
+    described = live_server.endpoint.metrics.describe()
     assert set(shown) == {name for name, _, _, _ in described}
     for name, kind, labels, _ in described:
         assert shown[name][0] == kind
