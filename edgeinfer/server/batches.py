@@ -34,7 +34,10 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_lines(path: Path) -> list[BatchLine]:
-    """Read a JSON request from each line of a file. Raises OSError, UsageError naming a wrong line."""
+    """Read a JSON request from each line of a file; empty lines are skipped.
+
+    Raises OSError, and UsageError with the number of an invalid line.
+    """
 
     def refuse(number: int, problem: str) -> UsageError:
         return UsageError(f"{path}:{number}: {problem}", hint="correct that line of the file")

@@ -26,9 +26,9 @@ class Caller(msgspec.Struct, frozen=True):
     """The client of a request.
 
     `name` is the name of the API key (8 hex digits of its digest). Without API keys, `name` is "" for
-    the user who runs the endpoint, `uid-N` for another user. An administrator may change models and
-    settings for other clients. `turn` names the queue of the client's requests: queues are served
-    round-robin. Requests with the `turn` "" never wait.
+    the user who runs the endpoint, `uid-N` for another user. An administrator may pull, unload and
+    remove models, which all clients share. Requests with the same `turn` wait in one queue, and the
+    queues are served round-robin. Requests with the `turn` "" do not wait for other clients.
     """
 
     name: str
@@ -54,7 +54,10 @@ class BodyBudget:
         return self._by_caller.total()
 
     def take(self, caller: str, n_bytes: int) -> None:
-        """Reserve `n_bytes` until `give_back`. Raises Problem 429 (limit per caller), 503 (of all)."""
+        """Reserve `n_bytes` for `caller` until `give_back`.
+
+        Raises Problem 429 if this caller's bodies would be too large together, 503 if all bodies would.
+        """
         if self.total + n_bytes > self._max_bytes:
             raise unavailable(
                 "The bodies of all running requests together are too large.", "queue_full", 1
@@ -77,7 +80,10 @@ class RoundRobin(Generic[T]):
         self._waiting.setdefault(caller, deque()).append(item)
 
     def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
-        """Remove and return (caller, oldest item) of the next caller that may begin; None for none."""
+        """Remove the oldest item of the next caller for which `may_begin(caller, item)` is true.
+
+        Return (caller, item); None if no caller may begin.
+        """
         for caller, items in self._waiting.items():
             if may_begin(caller, items[0]):
                 item = items.popleft()
@@ -186,7 +192,7 @@ class EngineSlots:
             raise
 
     def has(self, caller: str) -> bool:
-        """Return whether a caller holds slots. A caller without slots gets some at once."""
+        """Return whether a caller holds slots. If it holds none, `take` gives it slots at once."""
         return self._slots_taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:

@@ -53,7 +53,7 @@ class RequestContext:
     #: The value of `{id}` in the route's path, e.g. a model's name.
     path_id: str
     reply_headers: dict[str, str]
-    #: Set after the checks of Host, Origin and API key.
+    #: Starlette's request. `request` and `caller` are set after the checks of Host, Origin and API key.
     request: Request = field(init=False)
     caller: Caller = NOBODY
     #: Salt of the client's prefixes: requests share cached prefixes only with an equal salt.
@@ -88,7 +88,7 @@ class RequestContext:
     ignored: list[str] = field(default_factory=list)
 
     def hold(self, n_bytes: int) -> None:
-        """Reserve memory until the request ends. Raises Problem 429 or 503 beyond the limits."""
+        """Reserve `n_bytes` for the request until it ends. Raises what `BodyBudget.take` raises."""
         self.endpoint.bodies.take(self.caller.turn, n_bytes)
         self.held_bytes += n_bytes
 
@@ -119,7 +119,11 @@ class RequestContext:
         return time.perf_counter() - self.started
 
     def apply(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with normalized messages, the API key's cache salt, and the adapter."""
+        """Return a copy of `request` for the engine, completed with what this client adds.
+
+        The copy has normalized messages, the API key's cache salt, and the LoRA adapter that the client
+        named in place of a model. If a coding agent begins a conversation, `preamble` is its name.
+        """
         lora = ((self.adapter, 1.0),) if self.adapter else None
         is_first = all(turn.role != "assistant" for turn in request.messages)
         agent = agent_of(self.headers.get("user-agent", "")) if request.tools and is_first else ""
@@ -136,11 +140,12 @@ class RequestContext:
     def normalize(
         self, turns: Sequence[Message], *, stores_prefix: bool = False
     ) -> tuple[Message, ...]:
-        """Return the turns, with an agent's lines that change per request (a date) moved or dropped.
+        """Apply the rules of `agents.prompt_normalization` to the turns, and return the new turns.
 
-        Such lines would end the shared prefix early (`agents.prompt_normalization`). Reminders are
-        stored, to restore them in later requests, only if `stores_prefix`. The response header
-        `x-edgeinfer-normalized` names the rules that changed the prompt.
+        If the client is a coding agent, the rules move or drop lines that change per request (a date),
+        because these would end the shared prefix early. If `stores_prefix`, reminders that the agent
+        has removed from earlier turns are restored. The response header `x-edgeinfer-normalized` names
+        the rules that changed the turns.
         """
         turns, self.normalized = self.endpoint.normalizer.normalize(
             turns,
@@ -156,7 +161,11 @@ class RequestContext:
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
-        """Convert `keep_alive` to seconds; None (use the default) unless an administrator sent it."""
+        """Convert `keep_alive` to seconds (-1: forever). None means the configured time.
+
+        Only administrators may set the time: for other clients, `keep_alive` is ignored and the result
+        is None. Raises InvalidRequestError for a text that is not a duration.
+        """
         if keep_alive is None:
             return None
         seconds = keep_alive_s(keep_alive)
@@ -166,18 +175,21 @@ class RequestContext:
         return None
 
     async def acquire(self, keep_alive: float | str | None) -> Lease:
-        """Load `model` if needed; return a lease for this request. Raises what loading raises."""
+        """Load the model `self.model` if needed; return a lease that keeps it loaded.
+
+        Raises what `self.keep_alive_s` and `ModelPool.acquire` raise.
+        """
         lease = await self.endpoint.models.acquire(self.model, self.keep_alive_s(keep_alive))
         self.loaded_s = time.perf_counter()
         self.version = lease.engine.info.version
         return lease
 
     def name_model(self, name: str | None) -> None:
-        """Set `model`, and `adapter` if the request names a LoRA adapter in place of a model.
+        """Set `self.model` to the model that the client means by `name`; None means the default model.
 
-        If there is only one model, any name means it, unless clients may pull others. The header
-        `x-edgeinfer-model` tells the client the model's name if it differs from the one sent. Raises
-        UnknownModelError.
+        If `name` is a loaded LoRA adapter, `self.adapter` is set, too. If the endpoint has only one
+        model, and clients may not pull models, an unknown name means this model. The response header
+        `x-edgeinfer-model` has the model's own name if `name` is another. Raises UnknownModelError.
         """
         models = self.endpoint.models
         try:
@@ -231,7 +243,7 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
 
 
 async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
-    """Load the model in `body`; run `work(engine)` in a thread. Raises the errors of both."""
+    """Load the model in `body`, then run `work(engine)` in a thread. Raises what both raise."""
     context.name_model(body.model)
     with await context.acquire(body.keep_alive) as lease:
         calls, engine = context.endpoint.engine_calls, lease.engine

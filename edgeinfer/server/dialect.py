@@ -70,7 +70,7 @@ class Operation(msgspec.Struct, frozen=True):
     #: Whether a request counts towards `max_requests`, and is refused while the endpoint drains.
     uses_model: bool = True
     is_admin: bool = False
-    #: For routes of the web page: "open" to all, or "cookie" (which replaces the API key).
+    #: Access to a route of the web page: "open" to all, or "cookie" (in place of the API key).
     web: Literal["", "open", "cookie"] = ""
     #: Maximum body (bytes); 0 means `Limits.max_body_bytes`.
     max_body_bytes: int = 0
@@ -87,8 +87,8 @@ class Operation(msgspec.Struct, frozen=True):
 class RouteTable(list[Operation]):
     """The operations of a module; the decorators `get`, `post` and `delete` add their handlers.
 
-    The docstring of a handler is the operation's summary in the OpenAPI document. The annotations of
-    `body` and `query` say how requests are decoded; the document describes them and the return type.
+    Requests are decoded as the types of a handler's parameters `body` and `query`. The OpenAPI document
+    contains these types, the handler's return type, and the first line of its docstring as the summary.
     """
 
     def add(self, method: Method, path: str, **declared: Any) -> Callable[[Handler], Handler]:

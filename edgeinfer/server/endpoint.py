@@ -135,11 +135,14 @@ class Endpoint:
             self.log.warning("model-warning", model=model, reason=text)
 
     def trace(
-        self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""
+        self, root: Span, spans: Iterable[Span], attributes: Mapping[str, Any], traceparent: str = ""
     ) -> None:
-        """Queue a trace for writing if tracing is on. The first failure switches tracing off."""
+        """Queue a trace for `tracing.write`, which explains the parameters, if tracing is on.
+
+        The first write that fails switches tracing off.
+        """
         if self.traces and self._trace_places.acquire(blocking=False):
-            self._tracing.submit(self._write_trace, root, tuple(spans), facts, traceparent)
+            self._tracing.submit(self._write_trace, root, tuple(spans), attributes, traceparent)
 
     def _write_trace(self, *trace: Any) -> None:
         try:
@@ -161,8 +164,8 @@ class Endpoint:
     def admit_generations(self, model: str, n_parallel: int, n: int, caller: str = "") -> None:
         """Count `n` running or waiting generations of a model until `release_generations`.
 
-        Raises QueueFullError beyond `n_parallel + max_queue`. A caller that has no slot yet is admitted
-        even then.
+        Raises QueueFullError if more than `n_parallel` (the engine's slots) plus `max_queue` would run
+        or wait. A caller that holds no slot is always admitted.
         """
         is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.generation_counts[model] + n > n_parallel + self.limits.max_queue and not is_only:
@@ -176,9 +179,10 @@ class Endpoint:
     async def wait_for_slots(
         self, model: str, n_parallel: int, requests: Sequence[GenerateRequest], caller: str
     ) -> AsyncIterator[None]:
-        """Admit the generations of `requests`; run the block once they may be submitted.
+        """Take the slots that `requests` need, waiting if necessary, then run the block.
 
-        If the block fails, the generations are released. Raises QueueFullError.
+        The block submits the requests. If the block fails, the slots are given back; otherwise the
+        caller must call `release_generations` after the generations. Raises QueueFullError.
         """
         n, has_slots = len(requests), False
         self.admit_generations(model, n_parallel, n, caller)
@@ -249,7 +253,8 @@ class PreparationPool:
         self._timeout_s = timeout_s
         self._plain = FairPool("prepare", 4)
         self._constrained = FairPool("compile", 2)
-        #: Decodes files in separate threads: that may take a minute, and must not delay other requests.
+        #: Decodes files in separate threads: decoding may take a minute, and must not delay requests
+        #: without files.
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
@@ -258,8 +263,8 @@ class PreparationPool:
     ) -> contextlib.AbstractAsyncContextManager[object]:
         """Return a context manager that waits until fewer than half of the threads work for `caller`.
 
-        Enter it before taking a slot of the engine, so that waiting requests hold none. A caller ""
-        does not wait.
+        The threads are those that prepare requests like `request`. The context is entered before slots
+        of the engine are taken, so that a waiting request holds no slot. A caller "" does not wait.
         """
         if not caller:
             return contextlib.nullcontext()
@@ -277,7 +282,10 @@ class PreparationPool:
         return await self._result(submitting, _cancel_late)
 
     async def read_files(self, caller: str, work: Callable[[], T]) -> T:
-        """Run `work`, which decodes files. Raises its errors, and Problem 503 after a timeout."""
+        """Run `work`, which decodes files, in a thread, and return its result.
+
+        Raises what `work` raises, and Problem 503 after `timeout_s`.
+        """
         return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:

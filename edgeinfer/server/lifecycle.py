@@ -57,7 +57,12 @@ _DELIVERY_S = 2.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `EndpointServer`. None switches `idle_exit_s` off. `tls_*` are PEM files."""
+    """Options of `EndpointServer`.
+
+    - `idle_exit_s`: how long (s) the server runs without requests before it ends; None: forever.
+    - `tls_cert`, `tls_key`: PEM files; None serves plain HTTP.
+    - `preload`: load the default model at once, not when a request needs it.
+    """
 
     idle_exit_s: float | None = None
     tls_cert: str | None = None
@@ -66,7 +71,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """Why the server ended, and whether the end of `drain_s` cut off answers."""
+    """Why the server ended, and whether `drain_s` was too short for some answers."""
 
     reason: Literal["signal", "idle"]
     cut_short: bool = False
@@ -134,7 +139,7 @@ class EndpointServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Drain on SIGTERM and SIGINT. In a thread other than the main one, set no signal handlers."""
+        """Drain on SIGTERM and SIGINT while the block runs; outside the main thread, do nothing."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,7 +153,11 @@ class EndpointServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def drain(self, reason: str) -> None:
-        """Refuse new requests; end when running ones have ended, or at once if called a second time."""
+        """Refuse new requests, and end the server when the running requests have ended.
+
+        After `drain_s`, or if `drain` is called again, answers are cut off. `reason` is "idle" or the
+        signal's name.
+        """
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True

@@ -18,8 +18,9 @@ Where = Literal["process", "worker"]
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded engine, and how it was loaded.
 
-    `how` is "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
-    `stages_ms` tells when each stage of the process's start began (ms, as in `host.ProcessStart`).
+    `where` is "worker" if the engine runs in another process. `how` is "resumed" (from a snapshot),
+    "cold", or "held" (the process already had the engine). `stages_ms` has the time (ms) from exec to
+    each stage of the process's start, as in `host.ProcessStart`.
     """
 
     engine: Engine
@@ -39,8 +40,10 @@ class LoadingReply(Reply, frozen=True, kw_only=True):
 class LoadedReply(Reply, frozen=True, kw_only=True):
     """A model that is loading or loaded.
 
-    `expires_in_s` is null while the model is in use, and if it stays loaded forever. `replicas` is null
-    unless the model may have several processes.
+    `where` is "process" (the endpoint's), "worker" (another process), or "" while the model is loading.
+    `in_use` is the number of requests that use the model. `expires_in_s` is null while a request uses
+    the model, and if it stays loaded forever. `replicas` is null unless the model may have several
+    processes.
     """
 
     id: str

@@ -142,9 +142,9 @@ class ModelPool:
         return [*(AvailableModel(name=name) for name in names), *self._list_pulled()]
 
     def only_model(self) -> str | None:
-        """Return the default model if unknown names mean it, because there is no other; otherwise None.
+        """Return the default model if every unknown name means this model; otherwise None.
 
-        If there is an alias `*`, unknown names never mean the default model in this way.
+        That is so if there is no other model, and no alias `*`.
         """
         is_lone = len({model.name for model in self._models()}) == 1 and not self._aliases.has_catch_all
         return self.default if is_lone else None

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 #: A new file begins at this size (bytes), and each day (UTC).
 _MAX_BYTES = 64 << 20
-#: Age (s) at which a file is removed, and the form of its name: a user's own files stay.
-_KEPT_S, _NAME = 30 * 86_400, re.compile(r"payloads-\d{8}-\d{6}-\d+\.jsonl")
+#: Age (s) at which a file is removed.
+_KEPT_S = 30 * 86_400
+#: Matches the name of a log file. A user's own files in the folder are never removed.
+_NAME = re.compile(r"payloads-\d{8}-\d{6}-\d+\.jsonl")
 #: Maximum bytes that wait to be written; further lines are dropped. A line counts as its request's body
 #: plus `_LINE_BYTES`.
 _MAX_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
@@ -49,12 +51,12 @@ _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
 #: Matches a string that consists of a data URL with a media type.
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(;[\w.+-]+=[^;,]*)*;base64,[^ ]+", re.IGNORECASE)
-#: Greatest depth of objects and lists in a logged request, which Python's parser reads, too.
+#: Maximum depth of objects and lists in a logged request. Python's JSON parser can read this depth.
 _MAX_DEPTH = 900
 #: Keys with plain base64 values (no `data:` URI) → what they hold.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
 _Answers = list[tuple["CollectedAnswer", "Receipt | Refusal | None"]]
-#: A line to encode: the event's other fields, the request's body, the answers with their receipts.
+#: A line to encode: the event without request and answers, the request's body, and the answers.
 _Pending = tuple[dict[str, Any], bytes, _Answers]
 
 
@@ -184,11 +186,12 @@ class PayloadLog:
             time.sleep(0.05)  # a file of this second exists: wait for another name
 
     def remove_old(self) -> None:
-        """Remove files last written more than 30 days before the newest one.
+        """Remove files that were last written more than 30 days before the newest file.
 
-        So a start under a clock that is ahead removes nothing, but once a line was written under such
-        a clock, the files from before count as old. After a pause of more than 30 days, the files from
-        before the pause stay until the second new file or a later start.
+        Ages are counted from the newest file, not from the clock: if the clock is ahead when the log
+        starts, no file is removed. As soon as a line is written while the clock is ahead, earlier files
+        count as old. After a pause of more than 30 days, earlier files stay until the second new file,
+        or until a later start.
         """
         with contextlib.suppress(OSError):
             files = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -297,7 +300,7 @@ def _media_kinds(fields: dict[str, Any]) -> dict[str, str]:
     kind, format = fields.get("media_type"), fields.get("format")
     if fields.get("type") == "base64":  # the `source` of a picture in Anthropic's API
         return _MEDIA_KEYS | {"data": kind if isinstance(kind, str) else "file"}
-    # `input_audio` of OpenAI's API
+    # an object with `format` is the `input_audio` of OpenAI's API
     return _MEDIA_KEYS | {"data": f"audio/{format}"} if isinstance(format, str) else _MEDIA_KEYS
 
 

@@ -65,8 +65,8 @@ class Problem(Exception):
     """An HTTP error response.
 
     `param` is the request's field that is wrong, `code` is OpenAI's error code. `retry_after_s` becomes
-    the header Retry-After. For a too long prompt, `lengths` are the sizes (tokens) of prompt and
-    context, which the dialect inserts in the sentence that clients of the API recognize.
+    the header Retry-After. If the prompt is too long, `lengths` are the sizes (tokens) of prompt and
+    context: clients recognize this error by a sentence of their API that contains these sizes.
     """
 
     def __init__(
@@ -99,7 +99,10 @@ class Problem(Exception):
 
 
 def from_error(error: e.EdgeInferError) -> Problem:
-    """Convert an EdgeInferError to an HTTP error, by the entry of its nearest class in `_ANSWERS`."""
+    """Convert an EdgeInferError to an HTTP error.
+
+    The table `_ANSWERS` has the status; a class without a row uses the row of its nearest base class.
+    """
     status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     message = error.message
     if status == 422 or status >= 500:
@@ -123,7 +126,10 @@ def _lengths(error: e.EdgeInferError) -> tuple[int, int] | None:
 
 
 def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:
-    """Convert msgspec's error about the field `within`, e.g. `messages[0].content`, "" for the body."""
+    """Convert msgspec's error to a Problem 400 that names the wrong field.
+
+    `within` is the path of the value that was decoded, e.g. `messages[0].content`; "" for the body.
+    """
     text = str(error)
     code = next((code for pattern, code in _CODES if pattern.match(text)), "invalid_value")
     path = _PATH.search(text)
@@ -171,7 +177,7 @@ def too_many(message: str, retry_after_s: int) -> Problem:
 
 
 def load_option_hint(param: str) -> str:
-    """Return a hint if `param` (e.g. `ctx`) is an option of `edgeinfer serve`; "" otherwise."""
+    """Return a text that names the option of `edgeinfer serve` for the field `param`; "" for none."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):
             return f"; it is a load option: start the endpoint with {option.flag}"

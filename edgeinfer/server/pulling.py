@@ -12,14 +12,17 @@ from edgeinfer.models import sources
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.platform import paths
 
-#: Prefixes of URLs of Hugging Face. Without `https://`, such a URL is a source of `edgeinfer pull`.
+#: Prefixes of URLs of Hugging Face. `edgeinfer pull` accepts these URLs without `https://`.
 _HUBS = ("https://huggingface.co/", "https://hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Run `work(report, cancel)` in a thread; yield its reports, raise its error. `aclose` cancels."""
+    """Run `work(report, cancel)` in a thread, and yield what it reports. Raises what `work` raises.
+
+    Closing the generator (`aclose`) sets `cancel`, so that `work` stops.
+    """
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
     cancel = threading.Event()
@@ -50,7 +53,8 @@ def source_of(name: str) -> str:
     """Return the model that a client wants to pull: a catalogue name, or `hf:OWNER/REPOSITORY:QUANT`.
 
     Raises InvalidRequestError for other sources, because clients must not make the server read its own
-    files or connect to other hosts. `PullOptions.for_client` refuses models pulled from such sources.
+    files or connect to other hosts. The name of a model that was pulled from such a source is returned,
+    but `PullOptions.for_client` makes its pull fail.
     """
     plain = name.removesuffix(paths.LATEST)
     plain = plain.removeprefix("https://") if plain.startswith(_HUBS) else plain

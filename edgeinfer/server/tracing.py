@@ -24,7 +24,7 @@ _SERVER, _INTERNAL = 2, 1
 
 
 class Span(NamedTuple):
-    """A named time interval of a request or of a model load."""
+    """A named time interval of a request or of a model load, on the clock time.perf_counter()."""
 
     name: str
     began_s: float
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 def generation_spans(began_s: float, timings: Timings) -> list[Span]:
     """Return the spans tokenize (from `began_s`), queue, prefill and decode of a generation.
 
-    Call it when the generation ends: the spans are computed backwards from now.
+    Call it when the generation ends: `timings` has only durations, and the last span ends now.
     """
     decode = time.perf_counter() - timings.decode_ms / 1000
     prefill = decode - (timings.total_ms - timings.decode_ms - timings.queue_ms) / 1000

@@ -25,9 +25,9 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     #: Refused field → reason for the error text.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Prefix of values of `type` that the original API accepts and this one refuses → reason.
+    #: Prefix of values of `type` that are refused, although the original API has them → reason.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of values of `type`. Objects of such a type in lists are ignored, and named as ignored.
+    #: Prefixes of values of `type`. List elements of such types are ignored like unknown fields.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether an object without `type` is decoded as this class.
     is_untagged_form: ClassVar[bool] = False
@@ -53,7 +53,7 @@ TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="Same as max_tokens of other APIs; -1 sets no limit.")
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
-#: Text whose length only the limit of the body limits.
+#: Text of any length. Only the maximum size of a body limits it.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
@@ -169,8 +169,9 @@ class PromptUsage(Reply, frozen=True, kw_only=True):
 class WireTimings(Reply, frozen=True, kw_only=True):
     """Times (ms) and rates (tokens per second), with llama.cpp's names and some more.
 
-    `cache_n` prompt tokens were cached, `cache_disk_n` of these on the disk. `saved_ms` is the
-    estimated prefill time that the cache saved. `constraint_ms` was spent on schemas and grammars.
+    `cache_n` prompt tokens were cached, in memory or on the disk; `cache_disk_n` is the number on the
+    disk. `saved_ms` is the estimated prefill time that the cache saved. `constraint_ms` is the time
+    spent on schemas and grammars.
     """
 
     queue_ms: float = 0.0

@@ -53,7 +53,11 @@ def count_tokens(
 
 
 def message_requests(body: wire.MessagesRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Convert POST /v1/messages. A final assistant turn is continued. Raises InvalidRequestError."""
+    """Convert the body of POST /v1/messages to one request for the engine.
+
+    If the last turn is the assistant's, the model continues that turn. Raises InvalidRequestError for a
+    file that cannot be decoded.
+    """
     output_format = body.output_config.format if body.output_config else None
     request = GenerateRequest(
         constraint=None if output_format is None else JsonSchema(output_format.schema),
@@ -227,9 +231,10 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 class MessageRenderer(Renderer):
     """Renders POST /v1/messages.
 
-    A stream is a sequence of content blocks (text, thinking, tool use), of which one at a time is open.
-    It begins with the first progress event, because `message_start` contains the prompt's length. A
-    stop string that comes from the model, not from the request, is reported as "end_turn".
+    A stream is a sequence of content blocks (text, thinking, tool use). Only one block is open at a
+    time. The stream begins with the first progress event, because its `message_start` contains the
+    prompt's length. If a stop string of the model ends the answer, not one of the request, the
+    `stop_reason` is "end_turn".
     """
 
     def __init__(self, context: RequestContext, body: wire.MessagesRequest, info: EngineInfo) -> None:
@@ -250,8 +255,8 @@ class MessageRenderer(Renderer):
                 self._prompt_tokens = event.total_tokens
                 if event.queued or self._started:
                     return b""
-                # prompt tokens that are done at the first progress event came from the prefix cache;
-                # if all are done, the prefill may have ended before this event
+                # the tokens done at the first progress event came from the prefix cache; but if all are
+                # done, some may have been prefilled before this event, and 0 is reported
                 is_done = event.done_tokens == event.total_tokens
                 self._cached_tokens = 0 if is_done else event.done_tokens
                 return self._start()

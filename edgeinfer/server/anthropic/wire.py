@@ -141,9 +141,10 @@ class SystemTurn(Wire, frozen=True, tag="system", tag_field="role"):
 
 
 class AnthropicTool(Wire, frozen=True, tag="custom", tag_field="type"):
-    """A tool of the client. Tools that Anthropic defines (other types) are ignored.
+    """A tool of the client. Tools of other types, which Anthropic defines, are ignored.
 
-    The model sees a tool with `defer_loading` only after a `tool_reference` to it.
+    If a tool of the client searches for tools, the model sees a tool with `defer_loading` only after a
+    block `tool_reference` or `tool_use` has named it.
     """
 
     dropped_types: ClassVar = ("",)
@@ -262,9 +263,10 @@ class ToolUseOut(Reply, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class AnthropicUsage(Reply, frozen=True, kw_only=True):
-    """Token counts: `input_tokens` were prefilled, `cache_read_input_tokens` were cached.
+    """Token counts. `input_tokens` were prefilled, `cache_read_input_tokens` were in the prefix cache.
 
-    `cache_read_disk_input_tokens` (a field of edgeinfer) of the cached tokens came from the disk.
+    `cache_read_disk_input_tokens` (a field of edgeinfer) is the part of `cache_read_input_tokens` that
+    came from the disk. `cache_creation_input_tokens` is always 0.
     """
 
     input_tokens: int

@@ -24,7 +24,7 @@ from edgeinfer.server.problems import Problem
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 #: Routes without API key, for health probes. (/metrics needs a key.)
 OPEN_ROUTES = frozenset({"/health"})
-#: Matches a Host header: a name, with or without a final dot, or `[IPv6 address]`; then a port.
+#: Matches a Host header: a name, with or without a final dot, or `[IPv6 address]`; then a port or none.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+?)\.?(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
 _METHODS = "GET, POST, DELETE, OPTIONS"
 #: Matches a valid value of Access-Control-Request-Headers: names of headers, separated by commas.
@@ -64,7 +64,11 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(403, message, code="host_not_allowed")
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
-        """Return the origin for CORS headers, None if these are not needed. Raises Problem 403."""
+        """Return the Origin header if it is one of `origins`, so that the response needs CORS headers.
+
+        Return None for the endpoint's own pages (`scheme` is "http" or "https"), and for clients that
+        are not browsers. Raises Problem 403 for other web pages.
+        """
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
@@ -94,7 +98,10 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         return name
 
     def caller(self, key: str, connection: Connection | None) -> Caller:
-        """Return the client of a request. Raises Problem 403 if its user is not admitted."""
+        """Return the client of a request. `key` is the name that `check_key` has returned.
+
+        Raises Problem 403 if there are no keys, and the connection's user is not admitted.
+        """
         if self.keys:
             return Caller(key, key == self.keys.first, turn=key if len(self.keys) > 1 else "")
         if self._is_owners(connection):
@@ -107,7 +114,10 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         raise Problem(403, message, code="user_not_allowed")
 
     def cache_salt(self, caller: Caller) -> str:
-        """Return a salt, so that callers share no cached prefixes; "" if there is only one caller."""
+        """Return the salt that separates a caller's cached prefixes from other callers'.
+
+        It is "" for the only API key, and without keys for the user who runs the endpoint.
+        """
         return self.keys.cache_salt(caller.name) if self.keys else caller.name
 
     def _is_owners(self, connection: Connection | None) -> bool:

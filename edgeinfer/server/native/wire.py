@@ -104,7 +104,7 @@ class VerifyRequest(ModelFields, frozen=True, kw_only=True):
 
 
 class InferQuery(GenerationFields, frozen=True, kw_only=True):
-    """Query of GET and POST /infer. Send a longer prompt in the body."""
+    """Query of GET and POST /infer. A longer prompt has to be in the body."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
     system: Annotated[str, Meta(max_length=4096)] | None = None
@@ -149,7 +149,10 @@ class RecallRequest(Wire, frozen=True, kw_only=True):
 
 
 class RecallReply(Reply, frozen=True, kw_only=True):
-    """Response of POST /v1/models/{id}/recall. `n_tokens` is the length of the cached prefix, or 0."""
+    """Response of POST /v1/models/{id}/recall.
+
+    `n_tokens` is the length of the prefilled prefix; 0 if no cached prefix of the agent fits.
+    """
 
     id: str
     n_tokens: int
@@ -217,9 +220,9 @@ class LlamaDefaults(Reply, frozen=True, kw_only=True):
 class Props(Reply, frozen=True, kw_only=True):
     """Response of GET /props and GET /status.
 
-    Fields from `default_generation_settings` on describe the default model as llama.cpp's server does.
-    `requests` is the number of running requests that use a model. `loose_tools` lists tools whose
-    arguments cannot be constrained to their schema, each with the place in the schema and the reason.
+    The fields from `default_generation_settings` to `modalities` describe the default model, as in
+    llama.cpp's server. `requests` is the number of running requests that use a model. `loose_tools` has
+    a text with name and reason for each configured tool whose arguments may differ from its schema.
     `payload_log` is null if switched off.
     """
 
@@ -354,8 +357,8 @@ class ModelQuery(Wire, frozen=True, kw_only=True):
 class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
     """Body of POST /v1/load_lora_adapter, with vLLM's fields and `scale`.
 
-    `lora_path` is the name of a pulled adapter, by default `lora_name`. Requests that name no adapters
-    use this one with `scale`, and do not use it if `scale` is 0.
+    `lora_path` is the name of a pulled adapter, by default `lora_name`. `scale` is for requests that
+    choose no adapters: if it is 0, only requests that choose the adapter use it.
     """
 
     lora_name: ModelName

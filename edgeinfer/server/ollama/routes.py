@@ -394,7 +394,7 @@ def error_line(problem: Problem, request_id: str) -> bytes:
 
 
 def waiting_line(text: str) -> bytes:
-    """Return a space, which keeps the stream alive while a model loads: JSON lines have no comments."""
+    """Return a space, not `text`: JSON lines have no comments, but a space keeps the stream alive."""
     return b" "
 
 

@@ -101,14 +101,20 @@ class MessageParam(Wire, frozen=True, kw_only=True):
 
 
 class OllamaChatRequest(OllamaFields, frozen=True, kw_only=True):
-    """Body of POST /api/chat. No messages: load the model, or unload it (`keep_alive` 0)."""
+    """Body of POST /api/chat.
+
+    Without `messages`, the model is loaded, or unloaded if `keep_alive` is 0.
+    """
 
     messages: Annotated[list[MessageParam], Meta(max_length=4096)] | None = None
     tools: Tools | None = None
 
 
 class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
-    """Body of POST /api/generate. No prompt: load the model, or unload it (`keep_alive` 0)."""
+    """Body of POST /api/generate.
+
+    Without `prompt` and `suffix`, the model is loaded, or unloaded if `keep_alive` is 0.
+    """
 
     refused: ClassVar[Mapping[str, str]] = {
         "context": "send the conversation to /api/chat",

@@ -326,7 +326,7 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the prompt; `cached_disk_tokens` of `cached_tokens` came from the disk."""
+    """Cached tokens of the prompt. `cached_disk_tokens` is the part that came from the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0

@@ -122,7 +122,10 @@ def find_stored(context: RequestContext) -> tuple[ResponseStore, StoredResponse]
 
 
 def response_requests(body: wire.ResponsesRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Convert POST /v1/responses. Raises InvalidRequestError, which names the field."""
+    """Convert the body of POST /v1/responses to one request for the engine.
+
+    Raises InvalidRequestError for a file that cannot be decoded.
+    """
     wants_logprobs = wire.LOGPROBS in (body.include or ()) or body.top_logprobs is not None
     request = GenerateRequest(
         messages=_conversation(body),
@@ -242,9 +245,10 @@ _ITEMS: dict[str, tuple[str, Any]] = {
 
 
 class ResponseRenderer(Renderer):
-    """Renders POST /v1/responses, and stores the finished response if responses are stored.
+    """Renders POST /v1/responses, and stores the finished response for later requests.
 
-    In a stream, events announce each item and part, send the text in pieces, and repeat the whole text.
+    The response is not stored if the client sent `store: false`, or if the endpoint has no store. In a
+    stream, events announce each item and part, send the text in pieces, and repeat the whole text.
     `sequence_number` counts the events.
     """
 

@@ -212,7 +212,7 @@ class StoredQuery(Wire, frozen=True, kw_only=True):
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the input; `cached_disk_tokens` of `cached_tokens` came from the disk."""
+    """Cached tokens of the input. `cached_disk_tokens` is the part that came from the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0

@@ -31,9 +31,10 @@ class Pulls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, name: str, key: str) -> None:
-        """Start pulling a model, unless a pull of it runs. A pull counts as a request of the key `key`.
+        """Start pulling the model `name`, unless it is being pulled.
 
-        Raises InvalidRequestError and UnknownModelError for the name, and Problem 503 or 429.
+        Until the pull ends, it counts as a running request of the API key named `key`. Raises
+        InvalidRequestError if clients may not pull `name`, and what `Endpoint.admit_request` raises.
         """
         source = source_of(name)
         if name not in self._stops:

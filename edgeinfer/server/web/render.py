@@ -125,15 +125,16 @@ class GrowingHtml:
 
 @lru_cache(256)
 def blocks(text: str, report: Report = _fail) -> tuple[str, ...]:
-    """Render Markdown as HTML blocks (paragraphs, lists, code)."""
+    """Render Markdown as HTML blocks (paragraphs, lists, code). `report` is as in `GrowingHtml`."""
     return tuple(GrowingHtml(text, report).blocks)
 
 
 def render_turn(turn: Turn, page: tuple[int, int], report: Report = _fail) -> dict[str, object]:
     """Return a turn's fields for the page: a question (`text`) or an answer (`blocks` of HTML).
 
-    `page` is (2, 3) for the second of three alternatives, which editing or regenerating makes. A file's
-    `characters` are 0 for a picture. `report` is called if rendering fails unexpectedly.
+    Editing a question or regenerating an answer makes alternatives of a turn: `page` is (2, 3) for the
+    second of three. The field `characters` of an attached file is the length of its text, 0 for a
+    picture. `report` is as in `GrowingHtml`.
     """
     is_question = turn.role == "user"
     return {

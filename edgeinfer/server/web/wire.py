@@ -15,9 +15,10 @@ Action = Literal[
 
 
 class SignIn(Wire, frozen=True, kw_only=True):
-    """Body of a sign-in by a one-time `code`, by the first API key (`key`), or as the endpoint's user.
+    """Body of a sign-in by a one-time `code` or by the first API key (`key`).
 
-    With `announce`, which `edgeinfer web` sends, that user's next browser needs neither code nor key.
+    Without both, the user who runs the endpoint signs in (`Access.may_sign_in`). If `announce` is true,
+    the request sets no cookie, but this user's next browser needs neither code nor key.
     """
 
     code: Annotated[str, Meta(max_length=512)] = ""
@@ -103,7 +104,10 @@ class Opened(Reply, frozen=True, kw_only=True):
 
 
 class Report(Reply, frozen=True, kw_only=True):
-    """A report of `edgeinfer eval`. A list has `written_at` (Unix time), a single report `blocks`."""
+    """A report of `edgeinfer eval`.
+
+    A list of reports sets only `written_at` (Unix time); the request for one report sets only `blocks`.
+    """
 
     name: str
     written_at: int = 0
