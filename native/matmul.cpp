@@ -596,13 +596,14 @@ template <class T, int kC, class... Args> __attribute__((noinline)) void few(Arg
 
 // Like few(), if lanes are spans: kLanes rows, one after the other, are `spans` groups of kLanes spans. Prefetches run kSpansAhead
 // bytes before the reads, and continue from the end of these rows with the `next` rows: memory is read in order, and used from L1.
-// Most types prefetch a group's cache lines (36 for Q4_K) in two bursts. One burst had 0.9 to 0.96 of the rate of two if two threads
-// read memory at 75 GB/s, and 0.93 for Q6_K at 50 GB/s. Q4_0, Q4_1 and Q8_0 use one burst, because two lose as much at 50 GB/s as
-// they gain at 75. Prefetches spread over all blocks had half of the rate. `products`: space for kC * kLanes * spans floats.
+// On Zen 5, most types prefetch a group's cache lines (36 for Q4_K) in two bursts. One burst had 0.9 to 0.96 of the rate of two if two
+// threads read memory at 75 GB/s, and 0.93 for Q6_K at 50 GB/s. Q4_0, Q4_1 and Q8_0 use one burst, because two lose as much at 50 GB/s
+// as they gain at 75. Prefetches spread over all blocks had half of the rate there. On Zen 4, they have 1.05 to 1.2 times the rate of
+// bursts (Q4_K_M, Q8_0, Q6_K, Q4_0), which wait for requests in flight. `products`: space for kC * kLanes * spans floats.
 template <class T, int kC>
 void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, float *out, float *products, const uint8_t *next) {
     constexpr int kParts = kSpan / T::kGroup, kBytes = kParts * T::kBytes, kOnce = kLanes * kBytes;
-    constexpr int kFirst = T::kBursts > 1 ? kOnce / 128 * 64 : kOnce;  // bytes of the first burst
+    constexpr int kBlocks = kSpan / T::kSub, kFirst = T::kBursts > 1 ? kOnce / 128 * 64 : kOnce;  // kFirst: bytes of the first burst
     const int n = kLanes * spans;
     const uint8_t *end = w + (size_t)n * kBytes;
     const ptrdiff_t early = std::min<ptrdiff_t>(kSpansAhead, end - w);
@@ -610,16 +611,22 @@ void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, floa
         const uint8_t *ahead = end - w > early ? w + early : next + (early - (end - w));
         auto prefetch_burst = [&](int from, int to) __attribute__((always_inline)) {
             if (g_prefetches_to_l1) prefetch_lines<0>(ahead + from, to - from);
-            else prefetch_lines<2>(ahead + from, to - from), prefetch_lines<3>(w + kOnce + from, to - from);
+        };
+        auto prefetch_with_block = [&](int block) __attribute__((always_inline)) {  // the next spans, which L2 has by now, also to L1
+            if (g_prefetches_to_l1) return;
+            const int from = kOnce * block / kBlocks / 64 * 64, to = kOnce * (block + 1) / kBlocks / 64 * 64;
+            for (int line = from; line < to; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+            for (int line = from; line < to; line += 64) __builtin_prefetch(w + kOnce + line, 0, 3);
         };
         prefetch_burst(0, kFirst);
         int block = 0;
         Floats sums[1][kC]{};
         SpanPosition<T, kC> at{x.x + span, x.scales + span, (const float *)x.seconds + span, x.pitch};
         T::template read<Order::kDwords, kParts>(w, kBytes, [&](Block &b) __attribute__((always_inline)) {
+            prefetch_with_block(block);
             multiply<typename T::Kernels, Order::kSpans>({b.w}, {b.d}, {b.m}, at, sums);
             at.step();
-            if (++block == kSpan / T::kSub / 2) prefetch_burst(kFirst, kOnce);
+            if (++block == kBlocks / 2) prefetch_burst(kFirst, kOnce);
         });
         for (int c = 0; c < kC; c++) store(products + c * n + i, sums[0][c]);
         for (span += kLanes; span >= spans;) span -= spans;
