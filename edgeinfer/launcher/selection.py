@@ -207,11 +207,13 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
     root = paths.snapshots_path()
     by_name = storage.generations(root, fingerprint.program_tag())
     matching = storage.matching_names(by_name, snapshot, model)
-    if len(matching) != 1:
-        many = "several snapshots are" if matching else "there is no snapshot"
-        names = ", ".join(matching or sorted(by_name))
+    if len(matching) > 1:
+        hint = f"name one of: {', '.join(matching)}"
+        raise SnapshotMissingError(f"several snapshots are called {snapshot}", hint=hint)
+    if not matching:
+        names = ", ".join(sorted(by_name))
         hint = f"name one of: {names}" if names else "`edgeinfer warm MODEL --name NAME` builds one"
-        raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
+        raise SnapshotMissingError(f"there is no snapshot called {snapshot}", hint=hint)
     name = matching[0]
     _refuse_unsafe(root)
     manifest = storage.read_manifest(by_name[name][0])

@@ -38,8 +38,8 @@ def require_free_space(folder: Path, n_bytes: int, content: str) -> None:
     """Raise DiskFullError if fewer than `n_bytes` are free for `content` in `folder`."""
     free = free_bytes(folder)
     if free < n_bytes:
-        needed = f"{content} needs {format_bytes(n_bytes)} on the disk of {folder}"
-        raise DiskFullError(f"{needed}; {format_bytes(free)} are free")
+        sizes = f"{format_bytes(n_bytes)} on the disk of {folder}; {format_bytes(free)} are free"
+        raise DiskFullError(f"{content} needs {sizes}")
 
 
 @contextmanager

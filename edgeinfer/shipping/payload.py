@@ -226,15 +226,15 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
         if kind == 3:  # PT_INTERP: the interpreter's segment
             return offset, length - 1
-    problem = "an executable to unpack has no ELF interpreter: it is not linked dynamically"
-    raise ShippingError(problem, hint="download a release, or build again with a dynamic executable")
+    problem = "the criu executable has no ELF interpreter: it is not linked dynamically"
+    raise ShippingError(problem, hint="download a release, or build again with a dynamic criu")
 
 
 def pad(path: str, length: int) -> bytes:
     """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if `path` is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
-        message = f"the path {path} is too long for CRIU's ELF interpreter"
+        message = f"the path of CRIU's ELF interpreter is too long: {path}"
         raise ShippingError(message, hint="set EDGEINFER_HOME to a shorter path")
     return b"/" * (length - len(raw)) + raw
 

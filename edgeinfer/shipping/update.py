@@ -189,8 +189,9 @@ def newest(channel: Channel, folder: Path) -> Release:
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
     last_issued_s = _last_issued_s(folder / SEEN)
     if release.issued_s < last_issued_s:
-        problem = f"{channel.url} offers a release manifest issued on {_date(release.issued_s)}"
-        raise ReleaseUntrustedError(f"{problem}, older than one seen before ({_date(last_issued_s)})")
+        dates = f"{_date(release.issued_s)} is before {_date(last_issued_s)}"
+        problem = f"the manifest at {channel.url} is older than one seen before: {dates}"
+        raise ReleaseUntrustedError(problem)
     if release.issued_s > time.time() + _CLOCK_S:  # recording this time would block later releases
         raise ReleaseUntrustedError(
             f"the release's manifest was issued on {_date(release.issued_s)}, in the future",
@@ -385,7 +386,7 @@ def back(program: Path, folder: Path) -> str:
         )
     app = payload.open_shipped(previous).app
     if app == payload.open_shipped(program).app:
-        problem = "the previous version is also the installed one"
+        problem = "there is no other version to return to: the previous one is already installed"
         raise ShippingError(problem, hint="`edgeinfer update` installs the newest version")
     candidate = program.with_name(f".{program.name}-back")
     try:

@@ -101,8 +101,8 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
             runs.append(Run(start, length, offset, flags))
         offset += length
     if offset != pages_bytes:
-        listed = f"CRIU's dump is incomplete: its list of pages has {offset} bytes"
-        raise DumpError(f"{listed}, but its file of pages has {pages_bytes}")
+        sizes = f"its list of pages has {offset} bytes, its file of pages {pages_bytes}"
+        raise DumpError(f"CRIU's dump is incomplete: {sizes}")
     return runs
 
 

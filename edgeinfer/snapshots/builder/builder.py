@@ -91,7 +91,7 @@ class Builder:
         self._stages.begin("verify")
         manifest = self._manifest(parked)
         if checks.ask_resumed_process(manifest, str(self._folder), "canary") != parked.canary:
-            problem = "the new snapshot computes other tokens than the process from which it was made"
+            problem = "the new snapshot computes other tokens than the process did before the dump"
             raise RestoreError(f"{problem}; the snapshot was deleted")
         self._stages.begin("")
         details = self._details(manifest, parked, baked)

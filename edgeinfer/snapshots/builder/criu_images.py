@@ -77,7 +77,7 @@ class ImageMessage(list[Field]):
     def decode(cls, data: int | bytes) -> ImageMessage:
         """Decode a message. Raises DumpError if `data` is a number or not a valid message."""
         if isinstance(data, int):
-            raise DumpError("CRIU wrote an image of unknown structure: a field is a number, no message")
+            raise DumpError("CRIU wrote an image of unknown structure: a number instead of a message")
         message, offset = cls(), 0
         try:
             while offset < len(data):

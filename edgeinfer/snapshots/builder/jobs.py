@@ -118,9 +118,9 @@ def refuse_full(root: Path, name: str, need_bytes: int) -> None:
     """Raise DiskFullError if a snapshot of `need_bytes` would leave less than 4 GiB free."""
     free = free_bytes(root)
     if free - need_bytes < registry.DISK_MARGIN_BYTES:
-        problem = f"the snapshot {name} needs about {format_bytes(need_bytes)}"
         margin = format_bytes(registry.DISK_MARGIN_BYTES)
-        raise DiskFullError(f"{problem}, {format_bytes(free)} are free, and {margin} must stay free")
+        space = f"{format_bytes(free)} are free, and {margin} must stay free"
+        raise DiskFullError(f"the snapshot {name} needs about {format_bytes(need_bytes)}; {space}")
 
 
 def being_built() -> list[str]:

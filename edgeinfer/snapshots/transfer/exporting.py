@@ -131,8 +131,8 @@ def _refuse_others(manifest: storage.Manifest, paths: list[Path], lora: str) -> 
     described = {name for path in paths for name in (str(path), os.path.realpath(path))}
     ggufs = [path for path in manifest.files if path.endswith(".gguf")]
     if undescribed := [os.path.basename(path) for path in ggufs if path not in described]:
-        made_with = f"{manifest.name} was made with {', '.join(undescribed)}"
-        problem = f"{made_with}, which only the models.toml of this machine names"
+        files = ", ".join(undescribed)
+        problem = f"{manifest.name} was made with {files}, which only this machine's models.toml names"
         command = f"`edgeinfer warm {manifest.model} {LORA.flag} {lora}`"
         hint = f"name adapters on the command line, then export that snapshot: {command}"
         raise SnapshotError(problem, hint=hint)

@@ -173,9 +173,9 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
     except msgspec.MsgspecError as error:
         raise corrupt(f"this image is not a snapshot of edgeinfer: {error}") from error
     if description.format != FORMAT:
-        exported = f"the snapshot was exported in format {description.format}"
+        problem = f"the snapshot has format {description.format}; this edgeinfer reads format {FORMAT}"
         hint = "use the version of edgeinfer that exported the snapshot"
-        raise SnapshotCorruptError(f"{exported}, but this edgeinfer reads format {FORMAT}", hint=hint)
+        raise SnapshotCorruptError(problem, hint=hint)
     return description, public
 
 
