@@ -29,7 +29,7 @@ class LaunchedApp:
     """A running app with its supervisor and its link.
 
     `fds` are the descriptors of the launch request. They stay open for a cold start after a failed
-    restore. `report` is the part that has arrived of the supervisor's next line. `is_stopped` is True
+    restore. `report` is the supervisor's last line as long as it is incomplete. `is_stopped` is True
     while a signal such as SIGTSTP suspends the app.
     """
 

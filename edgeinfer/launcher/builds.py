@@ -68,7 +68,7 @@ class Builds:
         return True
 
     def start_warm(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Start `edgeinfer warm` with `argv` outside the app's namespaces, after `stop_warm`.
+        """Start `edgeinfer warm` with `argv` outside the app's namespaces; first end an earlier one.
 
         `fds[0]` gets the command's stdout and stderr. All `fds` are closed in this process.
         """
@@ -126,7 +126,7 @@ def was_logged(text: str) -> bool:
 
 
 def not_built(name: str, reason: str, command: str) -> str:
-    """Return the log's line for a failed build of the snapshot `name`, which `command` builds."""
+    """Return the log's line for a failed build of the snapshot `name`; `command` repeats the build."""
     return f"{name}{_NOT_BUILT}{reason}{_AGAIN}{command}"
 
 

@@ -82,7 +82,7 @@ class LaunchRequest(LauncherMessage):
 class StartWorker(LauncherMessage):
     """App to launcher: start a process that serves an engine for `model` with `options`.
 
-    `options` is LoadOptions in JSON. `requested` has, as text, those that select a snapshot.
+    `options` is LoadOptions in JSON. `requested` has, as text, the options that select a snapshot.
     """
 
     model: str
@@ -95,7 +95,10 @@ class WorkerStarted(LauncherMessage):
 
 
 class WantSnapshot(LauncherMessage):
-    """App to launcher: build a snapshot when the app has ended, or at once if `now`."""
+    """App to launcher: build a snapshot of `model` with `options` (LoadOptions in JSON).
+
+    The build starts when the app has ended, or at once if `now`.
+    """
 
     model: str
     options: bytes
@@ -132,7 +135,7 @@ class Stage(LauncherMessage):
 
 
 class Failed(LauncherMessage):
-    """The answer if a request has failed. `error` is made by `errors.to_fields`."""
+    """The answer to a request that has failed. `error` is the result of `errors.to_fields`."""
 
     error: dict[str, str]
 

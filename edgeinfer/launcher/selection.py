@@ -56,7 +56,7 @@ class LaunchChoice:
 def warm_flags(options: dict[str, str]) -> dict[str, str]:
     """Return flag → value for an `edgeinfer warm` that builds a snapshot with these `options`.
 
-    An option that is missing has its default. Its flag is returned only if config.toml sets the option.
+    Options that are missing have their default. Their flags are left out unless config.toml sets them.
     """
     configured = read_config().get("load", {})
     rows = [row for row in LOAD_OPTIONS if row.field in options or row.key in configured]
@@ -106,7 +106,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
     record = _record_path(storage.model_prefix(word))
-    # if there is a record, a pulled model has the whole word as its name, including the colon
+    # if the file `record` exists, the whole word, including the colon, is the name of a pulled model
     if not quantization or folder is None or os.path.exists(record):
         return ""
     try:

@@ -83,7 +83,7 @@ def _cpu() -> str:
 
 
 def package_stamps() -> dict[str, str]:
-    """Return the stamps, by path, of edgeinfer's sources and of site-packages: updates change them."""
+    """Return path → `stamp(path)` of the files that an update changes: own sources, site-packages."""
     packages = ("site-packages", "dist-packages")
     files = [path for path in sys.path if os.path.basename(path) in packages]
     for folder, _, names in os.walk(PACKAGE):

@@ -61,8 +61,8 @@ class Manifest:
 
     `requested` are the load options given to the build, `actual` the values that the load chose. `keys`
     contains the `fingerprint.machine_keys` of the build. `files` maps the absolute path of each file
-    that the process has mapped or read to a `fingerprint.stamp`; `images` maps the names of the
-    snapshot's own files to sizes (bytes).
+    that the process has mapped or read to size, mtime and inode (`fingerprint.stamp`); `images` maps
+    the names of the snapshot's own files to sizes (bytes).
     """
 
     def __init__(
@@ -205,7 +205,7 @@ def refuse_bad_name(user_name: str) -> None:
 def user_name_of(name: str) -> str:
     """Return the part of a snapshot's name that a user chose (`warm --name`), "" if it was derived.
 
-    A launch resumes such a snapshot only if `--snapshot` names it.
+    A launch resumes a snapshot with a user's name only if `--snapshot` names it.
     """
     suffix = name.partition(OPTION_SEPARATOR)[2]
     return "" if _VALUE_SEPARATOR in suffix else suffix

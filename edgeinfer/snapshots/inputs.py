@@ -25,7 +25,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     `given_name` is the name that the user chose; with "", the name is derived from the options. To
     repeat an earlier load exactly, `actual` has the option values and `adapters` the adapters of that
-    load; otherwise both are None. `stamps` maps paths to the `fingerprint.stamp` before the load.
+    load; otherwise both are None. `stamps` maps paths to size, mtime and inode before the load.
     """
 
     model: str
@@ -89,7 +89,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=name)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
-        """Return a copy in which `adapters`, and stamps of their files, replace the previous ones."""
+        """Return a copy with these adapters, and size, mtime and inode of their files in `stamps`."""
         from_catalogue = LoadOptions().adapters(self.files)
         lora = "" if _without_digests(adapters) == from_catalogue else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)
@@ -118,7 +118,7 @@ def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
 
 
 def actual_options(options: LoadOptions, engine: Engine) -> LoadOptions:
-    """Return `options` with the values that the engine's load chose, to repeat the load exactly."""
+    """Return `options` with the values that the load of `engine` chose, for example for "auto"."""
     info = engine.info
     if not info.can_generate:
         return options
@@ -148,6 +148,9 @@ def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """Return path → stamp of a model's files, without missing files, which a load reports."""
+    """Return path → size, mtime and inode (a text) of each file that a load with `options` reads.
+
+    Missing files are left out, because the load reports them.
+    """
     existing = filter(os.path.exists, read_files(files, options))
     return {path: fingerprint.stamp(path) for path in existing}

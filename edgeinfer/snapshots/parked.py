@@ -57,8 +57,9 @@ LAZY_MODULES = """
 class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The report of the parked process to the builder.
 
-    `files` are the paths of all files that the process has mapped or read. `canary` is the result of
-    `LoadedModel.canary`. CRIU needs `pid` (in the process's pid namespace) and the inodes of the socket
+    `actual` has the option values that the load chose, `canary` the result of `LoadedModel.canary`.
+    `files` are the paths of all files that the process has mapped or read, `system_tokens` the number
+    of prefilled tokens. CRIU needs `pid` (in the process's pid namespace) and the inodes of the socket
     LINK_FD and the pipe WAKE_FD.
     """
 
@@ -230,7 +231,7 @@ def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> i
 
 
 if __name__ == "__main__":
-    # not `main()` of `__main__`: its classes would differ from those that other modules import
+    # run the imported `main`: classes of `__main__` would differ from those that other modules import
     from edgeinfer.snapshots import parked
 
     parked.main()

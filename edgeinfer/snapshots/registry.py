@@ -38,9 +38,9 @@ def build_lock(root: Path, name: str) -> Path:
 class Details(msgspec.Struct, frozen=True, kw_only=True):
     """The content of snapshot.json: the snapshot, its inputs, and how long each stage took (ms).
 
-    `depends_on` is the SHA-256 of all inputs: program, machine, files, options and system prompt.
-    `digests` has the SHA-256 of each file of the snapshot, `sources` that of each file that its process
-    has mapped or read, both by path. `canary` is the SHA-256 of the result of `LoadedModel.canary`.
+    `sha256` is that of the model, `depends_on` that of all inputs: program, machine, files, options and
+    system prompt. `digests` has the SHA-256 of each file of the snapshot, `sources` that of each file
+    that its process has mapped or read, both by path, `canary` that of `LoadedModel.canary`.
     `memory_bytes` is the size of `memory.img` with its holes, `disk_bytes` the disk space of all files.
     """
 
@@ -145,7 +145,7 @@ def last_used_s(folder: Path) -> float:
 
 
 def list_snapshots() -> list[ListedSnapshot]:
-    """List all installations' snapshots by name: the newest build of each; skip unreadable ones."""
+    """List all installations' snapshots, sorted by name: the newest build of each, if readable."""
     newest: dict[tuple[str, str], str] = {}
     for name, folders in storage.generations(str(paths.snapshots_dir())).items():
         for generation in folders:
@@ -164,7 +164,7 @@ def list_snapshots() -> list[ListedSnapshot]:
 
 
 def list_own() -> list[Path]:
-    """List the folders of this installation's snapshots by name, only the newest build of each.
+    """List the folders of this installation's snapshots, sorted by name: the newest build of each.
 
     Snapshots that cannot be resumed are included.
     """

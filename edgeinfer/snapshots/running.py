@@ -28,9 +28,10 @@ T = TypeVar("T")
 class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """A running launch, or a background build: its command, and the memory of all its processes.
 
-    `pid` is the launcher's or the build's; a build's `verb` is "warm". `private_bytes` is anonymous
-    memory, `shared_bytes` file-backed memory, which processes share. `last_prompts`, `replicas`,
-    `layers` (on GPUs) and `snapshots` (names) have an entry for each app that has such a value.
+    `pid` is the launcher's or the build's; a build's `verb` is "warm". `apps` is the number of apps
+    (processes with an engine). `private_bytes` is anonymous memory, `shared_bytes` file-backed memory,
+    which processes share. `last_prompts`, `replicas`, `layers` (on GPUs) and `snapshots` (names) have
+    an entry for each app that has such a value.
     """
 
     pid: int

@@ -40,7 +40,7 @@ _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 class Run(NamedTuple):
     """Consecutive pages in a dump. `start` is an address in memory, `length` is in bytes.
 
-    `offset` is the position in the file of pages, `flags` are CRIU's flags for these pages.
+    `offset` is their position in the dump's file of pages, `flags` are CRIU's flags for these pages.
     """
 
     start: int
@@ -57,9 +57,10 @@ class Run(NamedTuple):
 
 
 class BakeResult(NamedTuple):
-    """Size of `memory.img`, its disk space without holes, and the size of the pages that CRIU restores.
+    """Sizes of a baked dump: `memory_bytes` is that of `memory.img`, `disk_bytes` without its holes.
 
-    `mappings` is the number of memory areas in the rewritten images.
+    `left_bytes` is the size of the pages that CRIU itself restores, `mappings` the number of memory
+    areas in the rewritten images.
     """
 
     memory_bytes: int

@@ -47,14 +47,14 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Request from the builder to the init of the namespaces: the process to park has died, answer with its
-#: wait status.
+#: Message from the builder to the init of the namespaces: the process to park has died. The init
+#: answers with the wait status of that process.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The `inputs` of the snapshot to build, and `inputs.depends_on` as it was before the load.
+    """The `inputs` of the snapshot to build. `depends_on` is `inputs.depends_on` before the load.
 
     `criu` is the path of the criu binary, `version` its version, and `tier` (a key of
     `criu.NAMESPACES`) says with which privileges it runs.
@@ -214,8 +214,8 @@ class Builder:
         keys |= {storage.QUANTIZATION: inputs.files.quantization}
         manifest.keys = fingerprint.machine_keys() | keys
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
-        # `foreign` paths are resolved; a path that was typed is stamped, too, because a symlink in it
-        # may later point to another file
+        # `foreign` has resolved paths. The paths that were typed are compared, too, before a resume: a
+        # symlink in them may later point to another file
         named = request.inputs.stamps
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, *named, request.criu)}
         self._refuse_changed(stamps)
@@ -281,9 +281,9 @@ class Builder:
 def parked_environment() -> dict[str, str]:
     """Return the environment variables of the process to park; only PYTHONPATH is taken from the user.
 
-    MALLOC_ARENA_MAX: glibc gives freed pages of additional arenas back to the kernel, and expects zeros
-    when it uses them again. After a resume, the old content of `memory.img` would be there.
-    OPENBLAS_NUM_THREADS: a restore would have to create each thread of numpy again.
+    MALLOC_ARENA_MAX is 1, because glibc gives freed pages of further arenas back to the kernel and
+    relies on zeros when it uses them again. After a resume, such pages would have their old content.
+    OPENBLAS_NUM_THREADS is 1, because a restore would have to create each further thread of numpy.
     """
     sources = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     return sources | {
@@ -328,7 +328,10 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 
 def main() -> None:
-    """Build the snapshot requested on the socket argv[1]; delete the folder of a failed build."""
+    """Build a snapshot in the folder argv[2], as requested on the socket with the descriptor argv[1].
+
+    If the build fails, the folder is deleted, and the client gets the error.
+    """
     client, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     content = wait_for_payload(client, lambda _stage: None)
     if content is None:
@@ -385,7 +388,7 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    # not `main()` of `__main__`: its classes would differ from those that other modules import
+    # run the imported `main`: classes of `__main__` would differ from those that other modules import
     from edgeinfer.snapshots.builder import builder
 
     builder.main()

@@ -47,8 +47,8 @@ from edgeinfer.units import format_bytes
 
 #: Stage name while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: Files that are locked by the build at low priority that runs, and by the background build that waits
-#: for its end. A second background build would not wait, but end at once.
+#: A build at low priority locks the first file while it runs. A background build that waits for its end
+#: locks the second file; a further background build ends at once.
 BACKGROUND_LOCK, _WAITING_LOCK = ".auto-warm.lock", ".auto-warm.waiting.lock"
 #: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
 _NEED_BYTES = 400 << 20

@@ -68,8 +68,8 @@ STEP_BYTES = 2 << 20
 class LoadedModel:
     """A loaded engine, and the description of its load.
 
-    `droppable` are the memory ranges that `app_process.reseed` clears, `weights` the areas of memory to
-    which the model files are mapped.
+    `droppable` are the memory ranges with states of random generators, which `app_process.reseed`
+    clears; `weights` are the areas of memory to which the model files are mapped.
     """
 
     def __init__(self, engine: LlamaEngine, description: ProcessDescription) -> None:
@@ -87,8 +87,7 @@ class LoadedModel:
     def serves(self, model: str, options: LoadOptions, *, is_named: bool = False) -> bool:
         """Return whether the engine has this model and these options.
 
-        If the launch names the snapshot (`is_named`), an option that the launch leaves at its default
-        may have had any value.
+        If the launch names the snapshot (`is_named`), only options that are not default are compared.
         """
         if not self.is_open or model != self.model:
             return False
@@ -246,10 +245,13 @@ class AppHost(EngineHost):
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Return an engine for a model: the resumed engine if it fits, otherwise that of a new worker.
+        """Return an engine with this model and these options.
 
-        A process that started cold loads the model itself. Raises the errors of loading, UsageError if
-        the launch named a snapshot of another model, EngineClosedError if the worker ends too early.
+        After a cold start, this process loads the model. After a resume, it returns the resumed engine
+        if that has the model and the options. If not, it starts a worker process and returns the
+        worker's engine, or loads the model if it is a worker itself. Raises the errors of loading,
+        UsageError if the launch named a snapshot of another model, EngineClosedError if the new worker
+        ends too early.
         """
         self._note_stage("load")
         # the name of the resumed model needs no lookup, so the catalogue is not imported
@@ -262,7 +264,7 @@ class AppHost(EngineHost):
             name, options, is_named=self._named
         )
         if self._is_worker and self._loaded is not None and not is_served:
-            # a worker loads the model itself: a second worker would resume the same unfit snapshot
+            # a worker loads the model itself: a second worker would resume the same snapshot again
             self._loaded.engine.close()
             self._loaded = None
             reason = f"the snapshot does not serve {name}"
@@ -467,9 +469,9 @@ def _call_when_idle(engine: Engine, action: Callable[[], None]) -> None:
 
 
 class BuildEnd(msgspec.Struct, frozen=True):
-    """The last JSON line that `warm` or `snapshots take` prints.
+    """The result or error of `warm` or `snapshots take`: the last JSON line that the command prints.
 
-    `error` has the fields of `errors.to_fields` if `result` is None.
+    If `result` is None, `error` has the fields of `errors.to_fields`.
     """
 
     result: dict[str, Any] | None = None

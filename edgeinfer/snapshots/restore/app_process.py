@@ -277,7 +277,7 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    # not `main()` of `__main__`: its classes would differ from those that other modules import
+    # run the imported `main`: classes of `__main__` would differ from those that other modules import
     from edgeinfer.snapshots.restore import app_process
 
     app_process.main()

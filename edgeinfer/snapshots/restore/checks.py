@@ -29,7 +29,7 @@ _SAMPLED_TOKENS = 12
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a resumed process. `random` has a value from each source of randomness, by its name.
+    """Facts about a resumed process. `random` maps each source of randomness to a value from it.
 
     `modules` are the names of the imported modules. All other fields show what the process adopted
     from its launch request.
@@ -91,10 +91,10 @@ def _sample(loaded: LoadedModel) -> str:
 def ask_resumed_process(
     manifest: Manifest, folder: str, role: str, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
-    """Resume the snapshot in `folder` in the role "canary" or "facts" (`LaunchRequest`).
+    """Resume the snapshot in `folder`; return what the process computes in this `role`.
 
-    Returns the result of the role. Raises RestoreError if the snapshot cannot be resumed in `limit_s`
-    seconds.
+    For "canary", that is the result of `LoadedModel.canary`, for "facts" a `Facts` as JSON. Raises
+    RestoreError if the snapshot cannot be resumed in `limit_s` seconds.
     """
     now = time.monotonic_ns()
     request = LaunchRequest(role=role, entropy=os.urandom(64), how="resumed")

@@ -44,10 +44,13 @@ class ImageStore(Protocol):
     def manifest_content(self) -> bytes: ...
 
     def read_blob(self, digest: str, size: int, /) -> bytes:
-        """Return the content of a blob of at most `MAX_BYTES`. The caller verifies its digest."""
+        """Return the content of a blob of at most `MAX_BYTES`. The caller verifies the digest."""
 
     def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
-        """Write a blob to a new file in `folder`; return the path. The caller verifies its digest."""
+        """Write a blob to a new file in `folder`; return the path. `job` shows the progress.
+
+        The caller verifies the digest.
+        """
 
     def has_blob(self, digest: str, size: int) -> bool: ...
 
@@ -57,7 +60,7 @@ class ImageStore(Protocol):
 
 
 class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that the snapshot is built from. Only adapters have a `scale`."""
+    """A file that the snapshot is built from. `scale` is used only for adapters."""
 
     kind: Kind
     name: Name

@@ -20,7 +20,7 @@ SIGNERS = "snapshot-signers"
 
 
 def own_key(*, make: bool) -> SigningKey | None:
-    """Return this user's private key. If there is none, create one if `make`, otherwise return None.
+    """Return this user's private key. If it is missing, create it (`make`) or return None.
 
     Raises SnapshotUnsafeError if other users can read the key's file, SnapshotUntrustedError if the
     file has no valid key.
