@@ -70,7 +70,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
 
 
 def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
-    """Return the exit status and hint of an error class. Without a row, it has those of its parent."""
+    """Return the exit status and hint of an error class; those of its parent if TABLE lacks it."""
     return next(TABLE[cls] for cls in kind.__mro__ if cls in TABLE)
 
 

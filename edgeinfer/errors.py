@@ -24,7 +24,7 @@ def kebab(name: str) -> str:
 
 
 class EdgeInferError(Exception):
-    """A failure without a more specific class; the base class of all others.
+    """A failure without a more specific class; the base class of all errors.
 
     `message` says what happened. `hint` says what to do; None means the hint of the class in
     `error_text`. `details` are the names of the attributes that `to_fields` encodes next to `message`.

@@ -96,7 +96,7 @@ class EngineHost:
         self.listeners: tuple[socket.socket, ...] = ()
         self._config = config
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
-        #: The replicas of a model, for `edgeinfer ps`.
+        #: Publishes the ReplicasInfo of a model for `edgeinfer ps`.
         self.replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
         # Python has no call for the time of exec. This process has not waited for anything yet, so its
         # CPU time is its age
@@ -222,7 +222,7 @@ class EngineHost:
         """Publish the endpoint's URL for `edgeinfer ps`. Here, without a launcher, nothing is done."""
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Build a snapshot of the loaded `model`, whose requests are not delayed, and wait for it.
+        """Build a snapshot of the loaded `model` in another process, at low priority, and wait for it.
 
         If `name` is "", the model and its options give the name. Raises SnapshotError if that fails;
         SnapshotsUnavailableError if it is impossible, as here, without a launcher.

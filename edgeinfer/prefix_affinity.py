@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-#: A prompt has a hash for every so many characters: about as many as a KV block (256 tokens) has.
+#: Characters that each hash covers beyond the previous one: about as many as 256 tokens, a KV block.
 _STRIDE = 1024
-#: Maximum number of hashes of a prompt, so that only its first 262,144 characters count.
+#: Maximum number of hashes of a prompt. Together, they cover its first 256 * 1,024 characters.
 _MAX_HASHES = 256
 #: Maximum number of hashes in the map (about 30 MB).
 _MAX_ENTRIES = 200_000
@@ -50,7 +50,7 @@ def prefix_hashes(*parts: object) -> tuple[int, ...]:
 
     `parts` are texts, or lists and dicts of texts at any depth, in the order of the prompt. Each hash
     is 64 bits of BLAKE2b. If two prompts have the same first 3,000 characters, their first two hashes
-    are equal. The last hash covers the whole text (up to 262,144 characters), so short ones have one.
+    are equal. The last hash covers the whole text, up to 262,144 characters.
     """
     text = "\n".join(_texts(parts))
     running = blake2b(digest_size=8)

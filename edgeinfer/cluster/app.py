@@ -43,7 +43,7 @@ class ModelDeployment(EndpointReplica):
         await self.ready()
 
     async def check_health(self) -> None:
-        """Raise what `check` raises; otherwise export the endpoint's metrics.
+        """Check the endpoint, then export its metrics. Raises the errors of `check`.
 
         Ray calls this every 5 s, and replaces the replica after several errors.
         """
@@ -104,7 +104,7 @@ def _deployment(model: ModelSettings) -> Any:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Chooses the replica that prefilled the longest prefix of a request, otherwise a less busy one.
+    """Chooses the replica that prefilled the longest prefix of a request; if none did, a less busy one.
 
     Ray Serve's interface: https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html
     """

@@ -22,7 +22,7 @@ _HTML = re.compile(
 )
 #: Number of texts that are cached, because a chat sends its documents again in each turn.
 _N_CACHED = 8
-#: SHA-256 of the caller's API key and of the file → text. So callers do not share texts.
+#: Cached texts by the SHA-256 of the caller's API key and the file, so that callers do not share texts.
 _cached: OrderedDict[bytes, str] = OrderedDict()
 _caching = threading.Lock()
 

@@ -26,7 +26,7 @@ from edgeinfer.media.picture_decoder_process import limit, refuse
 from edgeinfer.platform.process import die_with_parent
 
 CPU_S = 20
-#: MODE → maximum number of a PDF's pages. A request may have 64 pictures, so also 64 pages as pictures.
+#: Maximum number of a PDF's pages to read as text, and as pictures: as many as a request may have.
 MAX_PAGES = {"text": 1000, "pages": 64}
 #: Length (pixels) of the longer side of a page's picture: A4 at 130 dots per inch.
 PAGE_PIXELS = 1536

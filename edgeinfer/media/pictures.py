@@ -19,7 +19,7 @@ from typing import Any
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 
-#: First character of both marks below. It is no character in Unicode, but texts of clients may have it.
+#: First character of both marks below: a noncharacter of Unicode, which clients' texts may still have.
 _MARK = "\ufdd1"
 #: Stands for a picture in `Message.content`.
 PICTURE_MARK = f"{_MARK}\ufdd2"
@@ -156,8 +156,8 @@ def decode(data: bytes, param: str = "messages") -> Picture:
 def run_helper(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
     """Run a decoder: `python -m helper arguments…` with `data`, a file, on stdin.
 
-    Returns the first line of its output, and all other bytes. Raises ValueError with the reason if it
-    cannot read the file or exceeds its limits.
+    Returns the first line of its output, and all other bytes. Raises ValueError with the reason if the
+    decoder cannot read the file or exceeds its limits.
     """
     try:
         with _own_decoders(), _decoders:

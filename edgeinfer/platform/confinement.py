@@ -16,7 +16,7 @@ from edgeinfer.platform import linux
 _CREATE, _ADD = 444, 445
 _RESTRICT = 446
 _GET_VERSION, _PATH_BENEATH = 1, 1
-#: Bits of access rights. _READ: run and read files, list folders. _OF_FILES: all rights for a file.
+#: Bits of access rights. _READ: run and read files, list folders. _OF_FILES: all that apply to files.
 _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
 #: Number of access rights in Landlock's versions 1, 2, …
 _RIGHTS = (13, 14, 15, 15, 16)

@@ -46,7 +46,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processors:
-    """CPUs that this process may use. `quota` is the limit (CPUs) of the process's control groups."""
+    """CPUs that this process may use. `quota` is the limit (CPUs) of its control groups, or None."""
 
     physical_cores: int
     logical_cpus: int

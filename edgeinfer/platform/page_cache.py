@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 _PROBES = 64
-#: A file is cold if a larger share of its pages is uncached. Fewer pages are read soon enough by page
-#: faults, without a prefetch.
+#: A file is cold if a larger share of its pages is uncached. If the share is smaller, page faults read
+#: the missing pages soon enough, without a prefetch.
 _COLD_PART = 0.05
 
 

@@ -201,8 +201,8 @@ class SignalHandlers:
 def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
     """Start a child, to which the kernel sends signal `number` when this thread ends.
 
-    `settings` are arguments of `subprocess.Popen`, whose errors are raised. Signals that this process
-    gets meanwhile are handled after the start: Python drops exceptions of handlers during a fork.
+    `settings` are arguments of `subprocess.Popen`; its errors are raised. A signal that arrives during
+    the fork is handled after the start, because Python would drop an exception of its handler.
     """
     import signal
     import subprocess
@@ -238,7 +238,7 @@ def use_lowest_priority() -> None:
 
 
 def keep_lowest_priority() -> None:
-    """Give the session that this process has begun the lowest priority, if the process has it."""
+    """If this process has the lowest priority, give it to the session that the process leads, too."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         use_lowest_priority()
 

@@ -34,8 +34,8 @@ _kernel: socket.socket | None = None
 def use_netlink_socket(kernel: socket.socket) -> None:
     """Use the netlink socket `kernel` for all later look-ups.
 
-    A resumed process needs a socket that the launcher has created: the kernel maps user ids to the user
-    namespace of the socket's creator, and in that of the process every other user is 65534.
+    A resumed process needs a socket that the launcher has created: the kernel reports user ids as in
+    the user namespace of the socket's creator. In that of the process, every other user is 65534.
     """
     global _kernel
     _kernel = kernel

@@ -64,7 +64,7 @@ class Block(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The payload's table of contents. `name` is the folder's name, as `folder_name` returns it.
+    """The payload's table of contents. `name` is that of the application's folder.
 
     `links` are the symbolic links as (path, target). `relocate` lists the executables that get the path
     of the unpacked ELF interpreter.
@@ -86,7 +86,7 @@ class Index(NamedTuple):
 class Shipped(NamedTuple):
     """Offsets and lengths (bytes) of a one-file program's parts. A length of 0 means no such part.
 
-    `app` is the name of the application's folder; `model` is what `bundle.field` returns, or "".
+    `app` is the name of the application's folder; `model` is `NAME-DIGEST` of the bundled model, or "".
     """
 
     path: Path
@@ -242,7 +242,7 @@ def pad(path: str, length: int) -> bytes:
 def relocate(elf: bytes | memoryview, interpreter: str) -> bytes:
     """Return a copy of the executable `elf` whose ELF interpreter is at the path `interpreter`.
 
-    For "", the path consists of slashes. Executables have this form in the payload.
+    With `interpreter` "", the path consists of slashes, as in the executables of the payload.
     """
     offset, length = interpreter_span(elf)
     return bytes(elf[:offset]) + pad(interpreter, length) + bytes(elf[offset + length :])

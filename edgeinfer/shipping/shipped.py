@@ -114,8 +114,8 @@ def _cxx_version(folder: str) -> tuple[int, ...]:
 def start() -> None:
     """Let `sys` and the environment show that this process is the one-file program.
 
-    build/handover.c has put the paths into `sys`. It calls this before other modules are imported, and
-    then the launcher's main.
+    build/handover.c puts the paths into `sys`, calls this function before other modules are imported,
+    and then calls the launcher's main.
     """
     app: str = sys._edgeinfer_app  # type: ignore[attr-defined]
     sys.frozen = True  # type: ignore[attr-defined]

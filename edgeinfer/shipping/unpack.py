@@ -164,7 +164,7 @@ def _unpack_blocks(
 
 
 def interpreter(folder: Path, path: str) -> str:
-    """Return the path of the ld.so for the executable `folder/path`: in `lib`, next to its folder."""
+    """Return the path of ld.so: in `lib`, next to the folder of the executable `folder/path`."""
     name = "ld-linux-aarch64.so.1" if os.uname().machine == "aarch64" else "ld-linux-x86-64.so.2"
     return str((folder / path).parent.parent / "lib" / name)
 

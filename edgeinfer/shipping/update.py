@@ -147,7 +147,7 @@ def own_program(*, replaces: bool = True) -> Path:
 def refuse_unless_ours(program: Path, app: str) -> None:
     """Raise ShippingError unless this user owns `program` and it contains the application `app`.
 
-    `app` is the folder's name of the running version. Another one means that `program` was replaced.
+    `app` is the name of the running version's folder. If `program` has another, it was replaced.
     """
     owner = program.stat().st_uid
     if owner != os.geteuid():

@@ -315,10 +315,11 @@ CALLS = """
 def serve_engine(
     sock: socket.socket, load: Callable[[LoadProgress], tuple[Engine, ProcessStart]]
 ) -> None:
-    """Load an engine, and compute the client's requests and calls until it closes the socket.
+    """Load an engine, and run it for the client until the client closes the socket.
 
-    `load` gets a callback for its progress; it returns the engine, and how this process started, which
-    is known only after loading. If loading fails, the client gets the error.
+    The client sends frames such as `Submit`, `Cancel` and `Call`. `load` gets a callback for its
+    progress; it returns the engine, and whether this process was resumed or started cold. If loading
+    fails, the client gets the error.
     """
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: this process ends, too

@@ -18,7 +18,7 @@ _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HEALTHY_S = 60.0
 
 #: Starts a replica with a number of threads (2nd argument). The 1st argument is the EngineInfo of the
-#: first replica, whose options all replicas have; None to start that one. Raises what loading raises.
+#: first replica, whose options all replicas have; None for the first one. Raises the errors of loading.
 StartReplica = Callable[[EngineInfo | None, int], Replica]
 
 
