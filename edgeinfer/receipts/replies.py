@@ -258,7 +258,7 @@ class _OpenBlock:
             return not self._kind
         if index is None:
             return True
-        detail = as_type(dict, event.get("delta")).get("type", kind)
+        detail = as_type(str, as_type(dict, event.get("delta")).get("type", kind))
         is_open = bool(self._kind) and index == self._n - 1
         if kind in ("content_block_stop", "response.output_item.done"):
             self._kind = ""

@@ -475,6 +475,7 @@ _MISREAD = {
     "a text after its block": [start(0, "text", text=""), stop(0), *_YES],
     "a text before its block": [*_YES, start(0, "text", text=""), stop(0)],
     "a block twice": [start(0, "text", text=""), start(0, "text", text=""), *_YES, stop(0)],
+    "a delta whose type is a number": [start(0, "text", text=""), delta(0, 5, text="Yes, "), *_YES[1:]],
     "a block that stays open": [start(0, "text", text=""), *_YES, {"type": "message_delta"}],
     "arguments after the call": [
         start(0, "tool_use", **_USE),
