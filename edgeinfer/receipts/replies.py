@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import msgspec
@@ -13,28 +14,31 @@ import msgspec
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
 from edgeinfer.receipts.reply_shapes import Part, Piece, read_pieces
-from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
+from edgeinfer.runtime.event_stream import CollectedAnswer
 
 #: Types of events that end a stream.
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 #: Prefixes of the lines of server-sent events that have no data.
 _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
-#: Parts that contain the text of an answer, and those of APIs that need no separate reasoning.
-TEXTS, _NO_REASONING = {Part.TEXT, Part.JOINED, Part.ONLY_TEXT}, {Part.JOINED, Part.ONLY_TEXT}
+#: Parts that contain the text of an answer. A reply has only one of them: its API decides which.
+TEXTS = {Part.TEXT, Part.JOINED, Part.ONLY_TEXT}
 
-
+#: The strings of one copy of an answer, by part and position.
 _Copy = dict[Part, dict[tuple[int, ...], list[str]]]
-#: Copies of an answer in a stream of /v1/responses; other streams have one copy.
+#: Names of the copies of an answer that a stream of /v1/responses has; other replies have one copy.
 _OF_RESPONSES = {"deltas", "texts", "parts", "items", "response"}
-#: Copies of an answer that are one document; and those whose calls have arguments as objects.
-_WHOLE, _WITH_OBJECTS = {"chat", "message", "infer"}, {"message", "blocks", "Ollama's chat"}
+#: Copies that are one JSON document, which has each text and call once.
+_WHOLE = {"chat", "message", "infer"}
+#: Copies in which the arguments of a call are an object, `{}` if the model wrote an unfinished one.
+_WITH_OBJECTS = {"message", "blocks", "Ollama's chat"}
 
 
 class Quote(msgspec.Struct, kw_only=True):
-    """All that clients show or execute of an answer in a reply that also has the answer's receipt.
+    """The answer in a reply that also has the answer's receipt: what clients show or execute of it.
 
-    A reply may repeat an answer, as streams do in their last events: each of its copies has all of it.
-    `fault` names what no reply of edgeinfer has; "" if there is none.
+    A stream of /v1/responses sends an answer five times; `copies` has each of them, by the name that
+    `read_pieces` returns. `fault` describes the first piece that no reply of edgeinfer has, or has at
+    this place; "" if there is none.
     """
 
     copies: dict[str, _Copy] = {}
@@ -63,88 +67,88 @@ class Quote(msgspec.Struct, kw_only=True):
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
         """Return which part differs from `answer`, the text of the receipt's tokens; "" if none does.
 
-        Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
+        The text of a completion may begin with `prompt` (option `echo`). If `is_cut`, the reply may
+        have only the beginning of the answer.
         """
         if self.fault:
             return self.fault
         if len(self.copies) > 1 and not self.copies.keys() <= _OF_RESPONSES:
             return "mixture of APIs"
-        joined = prompt + answer.reasoning + answer.text
-        texts = {
-            Part.TEXT: answer.text,
-            Part.ONLY_TEXT: answer.text,
-            Part.REASONING: answer.reasoning,
-            Part.JOINED: joined,
-        }
         for copy, parts in (self.copies or {"": {}}).items():
-            for kind in texts.keys() & parts.keys():
-                text = "".join(map("".join, parts[kind].values()))
-                if text != texts[kind] and not (is_cut and texts[kind].startswith(text)):
-                    return kind
-                blocks = [position[0] for position in parts[kind] if position]
-                if any(b - a < 2 for a, b in itertools.pairwise(blocks)):  # a client may read only one
-                    return f"{kind}, which is divided"
-            if difference := _different_calls(copy, parts, answer, is_cut=is_cut):
+            if difference := (
+                _different_text(parts, answer, prompt=prompt, is_cut=is_cut)
+                or _different_calls(copy, parts, answer, is_cut=is_cut)
+            ):
                 return difference
-            if not is_cut and (missing := _missing(copy, parts, answer)):
-                return missing
         return ""
 
 
-def _missing(copy: str, parts: _Copy, answer: CollectedAnswer) -> str:
-    if answer.text and not parts.keys() & TEXTS:
-        return Part.TEXT
-    if answer.reasoning and not parts.keys() & {Part.REASONING, *_NO_REASONING}:
-        return Part.REASONING
-    calls = list(answer.calls.values())
-    if copy == "Ollama's chat":  # it leaves out a call that was cut off by max_tokens
-        calls = [call for call in calls if _object_of(call)]
-    return Part.NAME if calls and copy != "parts" and Part.NAME not in parts else ""
+def _different_text(parts: _Copy, answer: CollectedAnswer, *, prompt: str, is_cut: bool) -> str:
+    """Return which text of a copy differs from the answer's; "" if none does."""
+    joined = answer.reasoning + answer.text
+    texts = {
+        Part.TEXT: [answer.text],
+        Part.ONLY_TEXT: [answer.text],
+        Part.REASONING: [answer.reasoning],
+        Part.JOINED: [joined, prompt + joined],
+    }
+    if not parts.keys() & {Part.JOINED, Part.ONLY_TEXT}:  # these APIs have no separate reasoning
+        parts = {Part.TEXT: {}, Part.REASONING: {}} | parts
+    for kind in [kind for kind in texts if kind in parts]:
+        text = "".join(map("".join, parts[kind].values()))
+        if not any(text == whole or (is_cut and whole.startswith(text)) for whole in texts[kind]):
+            return kind
+        blocks = [position[0] for position in parts[kind] if position]
+        if any(b - a < 2 for a, b in itertools.pairwise(blocks)):  # a client may read only one
+            return f"{kind}, which is divided"
+    return ""
 
 
 def _different_calls(copy: str, parts: _Copy, answer: CollectedAnswer, *, is_cut: bool) -> str:
     """Return which part of a copy's calls differs from those of the answer; "" if none does."""
+    if copy == "parts":  # these events have only texts
+        return ""
     names, arguments, spaces = (
         {position: "".join(texts) for position, texts in parts.get(kind, {}).items()}
         for kind in (Part.NAME, Part.ARGUMENTS, Part.NAMESPACE)
     )
     positions = sorted({*names, *arguments})
     calls = [call for _, call in sorted(answer.calls.items())]
-    if copy == "Ollama's chat" and len(positions) < len(calls):
-        calls = [call for call in calls if _object_of(call)]
+    if copy == "Ollama's chat" and len(positions) < len(calls):  # it leaves out an unfinished call
+        calls = [call for call in calls if _sort_keys(call.arguments, msgspec.json.decode)]
     if is_cut:
         calls = calls[: len(positions)]
     called = [f"{spaces.get(p, '')}.{names.get(p, '')}".removeprefix(".") for p in positions]
-    if positions and (len(positions) != len(calls) or (names and called != [c.name for c in calls])):
+    if called != [call.name for call in calls]:
         return Part.NAME
-    for position, call in zip(positions, calls, strict=False):
+    for position, call in zip(positions, calls, strict=True):
         text, is_last = arguments.get(position, ""), position == positions[-1]
-        torn = "{}" if copy in _WITH_OBJECTS or not call.arguments else None
-        is_same = text == call.arguments or _canonical(text) == (_object_of(call) or torn)
-        if not is_same and not (is_cut and is_last and call.arguments.startswith(text)):
+        if text == call.arguments or (is_cut and is_last and call.arguments.startswith(text)):
+            continue
+        unfinished = "{}" if copy in _WITH_OBJECTS else None
+        expected = _sort_keys(call.arguments, msgspec.json.decode) or unfinished
+        if _sort_keys(text, parse_json) != expected:
             return Part.ARGUMENTS
     return ""
 
 
-def _object_of(call: CollectedCall) -> str:
-    """Return a call's arguments as servers decode them, with sorted keys; "" if they are torn."""
-    with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeError):
-        return json.dumps(msgspec.json.decode(call.arguments or "{}", type=dict), sort_keys=True)
-    return ""
+def _sort_keys(arguments: str, decode: Callable[[bytes], Any]) -> str:
+    """Return a call's arguments with sorted keys; "" if `decode` returns no object for them.
 
-
-def _canonical(arguments: Any) -> str:
-    """Return a call's arguments as JSON with sorted keys, "" if they are not a whole object."""
-    with contextlib.suppress(ReceiptError, ValueError, RecursionError):
-        if isinstance(arguments, str):
-            arguments = parse_json((arguments or "{}").encode())
-        if isinstance(arguments, dict):
-            return json.dumps(arguments, sort_keys=True)
+    Servers decode the model's arguments with msgspec, which takes the last of equal keys. Those in a
+    reply are decoded with `parse_json`, which refuses equal keys: a client may take the first one.
+    """
+    with contextlib.suppress(ReceiptError, ValueError, RecursionError):  # DecodeError is a ValueError
+        if isinstance(fields := decode((arguments or "{}").encode()), dict):
+            return json.dumps(fields, sort_keys=True)
     return ""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt, with what its reply has of the answer; `quotes` is None if there is no reply."""
+    """A receipt, with the answer in its reply. `quotes` is None if the document is only a receipt.
+
+    `source` is the file and line of the reply.
+    """
 
     source: str = ""
     document: Any
@@ -154,13 +158,15 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
     """Yield (`FILE:LINE`, JSON documents) for each reply in a file; a stream has several documents.
 
-    The file is one document, or lines of JSON or of server-sent events. A line that is not JSON is
-    yielded as an error. Raises OSError, and ReceiptError if the file is one document and not JSON.
+    The file is one document, or lines of JSON or of server-sent events. A line that is not JSON, or
+    does not fit the lines before it, is yielded as an error. Raises OSError, and ReceiptError if the
+    file is one document and not JSON.
     """
     documents, source = list[Any](), ""
     n_lines, event = 0, b""
     has_data = of_events = False
     for number, line in enumerate(_lines(file), 1):
+        place = f"{name}:{number}"
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
         n_lines += bool(content)
         if not line.strip(b"\r\n"):
@@ -171,37 +177,25 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
             continue  # after U+2028 in a comment, some clients read an event
         is_mixed = (is_event and has_data) or (bool(documents) and is_event != of_events)
         of_events, has_data = is_event, is_event
-        if is_mixed or (content == b"[DONE]" and n_lines == 1):
-            yield f"{name}:{number}", ReceiptError("the lines are not those of one stream")
-            continue
         is_last = content == b"[DONE]"
+        if is_mixed or (is_last and n_lines == 1):
+            yield place, ReceiptError("the lines are not those of one stream")
+            continue
         if not is_last:
             try:
                 document = parse_json(content)
             except ReceiptError as error:
                 if n_lines > 1 or is_event or name.endswith(".jsonl"):
-                    yield f"{name}:{number}", error
+                    yield place, error
                     continue
                 try:
                     document = parse_json(line + file.read(MAX_BYTES))
                 except ReceiptError as fault:
                     raise ReceiptError(f"{name}: {fault.message}") from fault
-            if is_event and event.decode(errors="replace") != as_type(
-                str, as_type(dict, document).get("type")
-            ):
-                yield f"{name}:{number}", ReceiptError("the event's name is not the type in its data")
+            if problem := _problem(document, event if is_event else None):
+                yield place, ReceiptError(problem)
                 continue
-            # a list whose last member has `receipts` is one reply, with answers to several prompts
-            if isinstance(document, list) and "receipts" not in as_type(dict, (document or [0])[-1]):
-                problem = "this is a list of replies; write one reply per line: `jq -c .[] FILE`"
-                yield f"{name}:{number}", ReceiptError(problem)
-                continue
-            if isinstance(document, list) and any(
-                as_type(dict, d).get("index", 0) != i for i, d in enumerate(document)
-            ):
-                yield f"{name}:{number}", ReceiptError("the answers of a list are not in their order")
-                continue
-            source = source or f"{name}:{number}"
+            source = source or place
             documents += document if isinstance(document, list) else [document]
             is_last = _is_last(document, is_event=is_event)
         if is_last and documents:
@@ -217,6 +211,19 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         yield from line.splitlines() if line.startswith((b"data:", *_OTHER_FIELDS)) else [line]
 
 
+def _problem(document: Any, event: bytes | None) -> str:
+    """Return why a document belongs to no reply; "" if it may. `event` is the name of its event."""
+    if event is not None and event.decode(errors="replace") != _type_of(document):
+        return "the event's name is not the type in its data"
+    if isinstance(document, list):  # with `receipts` at its end, it has the answers to several prompts
+        answers = [as_type(dict, answer) for answer in document]
+        if not answers or "receipts" not in answers[-1]:
+            return "this is a list of replies; write one reply per line: `jq -c .[] FILE`"
+        if any(answer.get("index", 0) != i for i, answer in enumerate(answers)):
+            return "the answers of a list are not in their order"
+    return ""
+
+
 def _is_last(document: Any, *, is_event: bool) -> bool:
     """Return whether a document is the last one of its reply."""
     document = as_type(dict, document)
@@ -226,49 +233,46 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     return document.get("done") is not False  # in Ollama's API, only the last line lacks `done: false`
 
 
-#: Kind of a block or item → words in the types of the events and deltas that may belong to it.
-_PARTS_OF = {
-    "text": ("text_delta",),
-    "thinking": ("thinking_delta", "signature_delta"),
-    "tool_use": ("input_json_delta",),
-    "message": ("output_text", "content_part"),
-    "reasoning": ("reasoning_text", "content_part"),
-    "function_call": ("function_call_arguments",),
+#: Order of the events of a stream that has blocks (Anthropic) or items (Responses): a block or item
+#: begins (its letter in capitals), has only pieces of its own kind, and ends (.) before the next one
+#: begins and before the answer ends (/).
+_ORDER = re.compile(r"(?:(?:T[tp]*|R[rp]*|Aa*)\.|/)*(?:T[tp]*|R[rp]*|Aa*)?")
+#: Letter → types of blocks, items, deltas and events.
+_TYPES = {
+    "t": "text message text_delta output_text",
+    "r": "thinking reasoning thinking_delta signature_delta reasoning_text",
+    "a": "tool_use function_call input_json_delta function_call_arguments",
+    "p": "content_part",
+    ".": "content_block_stop output_item",
+    "/": "message_delta completed incomplete",
 }
+_LETTERS = {name: letter for letter, names in _TYPES.items() for name in names.split()}
 
 
-class _OpenBlock:
-    """The block (Anthropic) or item (Responses) of a stream to which the next event must belong."""
-
-    def __init__(self) -> None:
-        self._n, self._kind = 0, ""
-        self._id: Any = None
-
-    def takes(self, event: dict[str, Any]) -> bool:
-        """Return whether an event may follow, and note it. Other documents may always follow."""
-        kind = as_type(str, event.get("type"))
+def _is_in_order(documents: list[Any]) -> bool:
+    """Return whether all clients read the blocks or items of a stream alike; True for other replies."""
+    letters, newest = "", -1
+    item_id: Any = None
+    for document in documents:
+        event, kind = as_type(dict, document), _type_of(document)
         index = event.get("index" if kind.startswith("content_block") else "output_index")
-        if kind in ("content_block_start", "response.output_item.added"):
+        name = _type_of(event.get("delta")) or kind.removeprefix("response.").partition(".")[0]
+        if begins := kind in ("content_block_start", "response.output_item.added"):
             block = as_type(dict, event.get("content_block") or event.get("item"))
-            is_next = index == self._n and not self._kind
-            self._n += 1
-            self._kind, self._id = as_type(str, block.get("type")), block.get("id")
-            return is_next
-        if kind in ("message_delta", "response.completed", "response.incomplete"):
-            return not self._kind
-        if index is None:
-            return True
-        detail = as_type(str, as_type(dict, event.get("delta")).get("type", kind))
-        is_open = bool(self._kind) and index == self._n - 1
-        if kind in ("content_block_stop", "response.output_item.done"):
-            self._kind = ""
-            return is_open
-        is_part = any(word in detail for word in _PARTS_OF.get(self._kind, ()))
-        return is_open and is_part and event.get("item_id", self._id) == self._id
+            item_id, name = block.get("id"), _type_of(block)
+            newest += 1
+        letter = _LETTERS.get(name, "?")
+        if letter == "/":
+            letters += letter
+        elif begins or index is not None:
+            letters += letter.upper() if begins else letter
+            if index != newest or event.get("item_id", item_id) != item_id:
+                return False
+    return _ORDER.fullmatch(letters) is not None
 
 
 def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], int]:
-    """Return the receipts of a reply, and the number of its answers.
+    """Return the receipts of a reply, and the number of its answers, of which some may have none.
 
     `documents` are a receipt, a reply or a stream of an endpoint, or a line of a batch or payload log.
     """
@@ -277,11 +281,11 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     replies = [document for document in documents if id(document) not in ids]
     is_stream = len(replies) > 1
     quotes = {i: Quote() for i in range(len(receipts) * is_stream)}
-    answers, block = set[int](), _OpenBlock()
+    if not _is_in_order(replies):
+        quotes[-1] = Quote(fault="order of events")
+    answers = set[int]()
     for reply in replies:
         copy, pieces = read_pieces(reply)
-        if not block.takes(as_type(dict, reply)):
-            quotes.setdefault(-1, Quote()).fault = "order of events"
         for piece in pieces:  # a line of a failed request has none, and no answer
             answers.add(piece.answer)
             is_known = piece.kind is not Part.UNKNOWN and piece.answer in range(len(receipts))
@@ -312,3 +316,8 @@ def _receipts(document: Any) -> list[Any]:
 def as_type(kind: type[Any], value: Any) -> Any:
     """Return `value` if it has this type, otherwise the type's empty value."""
     return value if isinstance(value, kind) else kind()
+
+
+def _type_of(document: Any) -> str:
+    kind: str = as_type(str, as_type(dict, document).get("type"))
+    return kind

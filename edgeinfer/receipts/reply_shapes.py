@@ -8,40 +8,44 @@ from __future__ import annotations
 
 import enum
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 
 class Part(enum.StrEnum):
-    """What a reply has at a place. The first seven are pieces of an answer, named as in verdicts."""
+    """What a field of a reply may have. Verdicts name the first seven, which are parts of an answer."""
 
     TEXT = "text"
     REASONING = "reasoning"
     JOINED = "reasoning and text"
-    #: Text of an API that leaves reasoning out.
+    #: Text of an answer whose API does not send the reasoning.
     ONLY_TEXT = "text without reasoning"
     NAME = "tool name"
     ARGUMENTS = "tool arguments"
     NAMESPACE = "namespace"
-    #: Number of the answer.
+    #: Number of an answer among those of the reply.
     ANSWER = "answer"
-    #: Position of a text or call in an answer, where no list has it.
+    #: Number of a text or call in its answer.
     INDEX = "index"
-    #: Not null or false at the end of an answer in a stream.
+    #: Null or false in a stream, except where an answer ends.
     END = "end"
-    #: Nothing: null, "", [] or {}.
+    #: Nothing: null, false, 0, "", [] or {}.
     EMPTY = "empty"
-    #: No list or object; no string; anything. No client shows or executes these three.
+    #: No list and no object. Clients do not show or execute such a field, nor the following two.
     SCALAR = "scalar"
+    #: No string, at any depth.
     NUMBERS = "numbers"
     ANY = "any"
-    #: A part that no shape has; its piece has the path of its keys.
+    #: A field that no shape has, or another value than its shape allows.
     UNKNOWN = "unknown"
 
 
 class Piece(NamedTuple):
-    """A piece of an answer. `position` orders texts and calls; pieces of one position are in order."""
+    """A string of a reply that belongs to an answer, or the path of an UNKNOWN field ("choices.x").
+
+    `position` says to which text or call of the answer the string belongs. Strings of equal kind and
+    position are joined in the order of the reply.
+    """
 
     answer: int
     position: tuple[int, ...]
@@ -51,11 +55,12 @@ class Piece(NamedTuple):
 
 #: Numbers of answers, texts and calls: larger ones are not exact in all clients.
 _INDICES = range(1 << 16)
-#: Parts that are pieces of an answer.
-_OF_ANSWERS = tuple(Part)[:7]
+_PARTS_OF_ANSWERS = tuple(Part)[:7]
+#: Types that a field of no answer may not have.
+_REFUSED_TYPES = {Part.SCALAR: (dict, list), Part.NUMBERS: (str,), Part.ANY: ()}
 
 
-#: Fields that are no pieces and no scalars.
+#: Fields in the names of `_fields` that are not scalars.
 _OTHER_FIELDS = dict.fromkeys("usage timings tokens".split(), Part.NUMBERS) | dict.fromkeys(
     "completion_probabilities generation_settings logprobs receipt receipts request tool_choice "
     "tools".split(),
@@ -66,8 +71,15 @@ _OTHER_FIELDS = dict.fromkeys("usage timings tokens".split(), Part.NUMBERS) | di
 # A shape is a Part, the only allowed string, a dict of optional keys, [shape of each element], or a
 # tuple of alternatives. [Part.ANSWER, shape] is a list of answers.
 def _fields(names: str, **shapes: Any) -> dict[str, Any]:
-    """Return the shape of an object that may have these fields; those in `names` are no pieces."""
+    """Return an object's shape. `names` are fields that belong to no answer; `shapes` has others."""
     return {name: _OTHER_FIELDS.get(name, Part.SCALAR) for name in names.split()} | shapes
+
+
+def _without_text(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the shape of an object as a stream begins it: later events send texts and arguments."""
+    later = (Part.TEXT, Part.REASONING, Part.ARGUMENTS)
+    keys = [k for k, v in shape.items() if isinstance(v, list) or (isinstance(v, Part) and v in later)]
+    return shape | dict.fromkeys(keys, Part.EMPTY)
 
 
 _FUNCTION = {"name": Part.NAME, "arguments": Part.ARGUMENTS}
@@ -91,13 +103,8 @@ _REASONING_ITEM = _ITEM | {"type": "reasoning", "content": [_REASONING_PART], "s
 _NAMED_FUNCTION = {"namespace": Part.NAMESPACE, **_FUNCTION}
 _CALL_ITEM = _ITEM | _fields("call_id", type="function_call", **_NAMED_FUNCTION)
 _ITEMS = (_MESSAGE_ITEM, _REASONING_ITEM, _CALL_ITEM)
-_NO_TEXT = {"content": Part.EMPTY}
-_NEW_ITEM = (
-    _MESSAGE_ITEM | _NO_TEXT,
-    _REASONING_ITEM | _NO_TEXT,
-    _CALL_ITEM | {"arguments": Part.EMPTY},
-)
-_NEW_PART = (_TEXT_PART | {"text": Part.EMPTY}, _REASONING_PART | {"text": Part.EMPTY})
+_NEW_ITEM = tuple(map(_without_text, _ITEMS))
+_NEW_PART = (_without_text(_TEXT_PART), _without_text(_REASONING_PART))
 _RESPONSE = _fields(
     "id created_at model status usage tools tool_choice parallel_tool_calls instructions "
     "max_output_tokens temperature top_p truncation previous_response_id store background "
@@ -117,11 +124,7 @@ _BLOCKS = (
     _fields("signature", type="thinking", thinking=Part.REASONING),
     _fields("id", type="tool_use", name=Part.NAME, input=Part.ARGUMENTS),
 )
-_NEW_BLOCK = (
-    {"type": "text", "text": Part.EMPTY},
-    _fields("signature", type="thinking", thinking=Part.EMPTY),
-    _fields("id", type="tool_use", name=Part.NAME, input=Part.EMPTY),
-)
+_NEW_BLOCK = tuple(map(_without_text, _BLOCKS))
 _BLOCK_DELTA = (
     {"type": "text_delta", "text": Part.TEXT},
     {"type": "thinking_delta", "thinking": Part.REASONING},
@@ -134,8 +137,8 @@ _ANTHROPIC = _fields(
 _END = _fields("stop_reason stop_sequence")
 #: Type of an event → the copy of the answer to which it belongs, and its shape.
 _EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "response.created": ("deltas", _OF_ITEM | {"response": _RESPONSE | {"output": Part.EMPTY}}),
-    "response.in_progress": ("deltas", _OF_ITEM | {"response": _RESPONSE | {"output": Part.EMPTY}}),
+    "response.created": ("deltas", _OF_ITEM | {"response": _without_text(_RESPONSE)}),
+    "response.in_progress": ("deltas", _OF_ITEM | {"response": _without_text(_RESPONSE)}),
     "response.output_item.added": ("deltas", _OF_ITEM | {"item": _NEW_ITEM}),
     "response.content_part.added": ("deltas", _OF_PART | {"part": _NEW_PART}),
     "response.output_text.delta": ("deltas", _OF_PART | _fields("logprobs", delta=Part.TEXT)),
@@ -148,7 +151,7 @@ _EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "response.output_item.done": ("items", _OF_ITEM | {"item": _ITEMS}),
     "response.completed": ("response", _OF_ITEM | {"response": _RESPONSE}),
     "response.incomplete": ("response", _OF_ITEM | {"response": _RESPONSE}),
-    "message_start": ("blocks", _fields("type", message=_ANTHROPIC | {"content": Part.EMPTY})),
+    "message_start": ("blocks", _fields("type", message=_without_text(_ANTHROPIC))),
     "ping": ("blocks", _fields("type")),
     "content_block_start": ("blocks", _fields("type", index=Part.INDEX, content_block=_NEW_BLOCK)),
     "content_block_delta": ("blocks", _fields("type", index=Part.INDEX, delta=_BLOCK_DELTA)),
@@ -204,10 +207,17 @@ _LINES = {"batch": _BATCH_LINE, "log": _LOG_LINE}
 
 
 def read_pieces(document: Any) -> tuple[str, list[Piece]]:
-    """Return which copy of an answer a document has, and its pieces, among them unknown parts."""
+    """Return the name of a document's shape, and its pieces, also those of kind UNKNOWN.
+
+    A stream of /v1/responses sends an answer five times, each time in events of another name.
+    """
     kind = document.get("type") if isinstance(document, dict) else None
     event = _EVENTS.get(kind) if isinstance(kind, str) else None
-    return _read_best(dict([event]) if event else _REPLIES | _LINES, document, _Spot())
+    shapes = [event] if event else (_REPLIES | _LINES).items()
+    try:
+        return _read_best(shapes, document, _Spot())
+    except RecursionError:
+        return "", [_Spot().piece(Part.UNKNOWN, "(nested too deeply)")]
 
 
 class _Spot(NamedTuple):
@@ -222,49 +232,42 @@ class _Spot(NamedTuple):
         return Piece(self.answer, self.position, kind, value)
 
 
-def _read_best(shapes: dict[str, Any], node: Any, spot: _Spot) -> tuple[str, list[Piece]]:
-    """Return the name of the shape with the fewest unknown parts, and the pieces."""
-    best: tuple[str, list[Piece]] = ("", [])
-    fewest = math.inf
-    for name, shape in shapes.items():
-        pieces = list(_pieces(shape, node, spot))
-        n_unknown = sum(piece.kind is Part.UNKNOWN for piece in pieces)
-        if n_unknown < fewest:
-            best, fewest = (name, pieces), n_unknown
-        if not n_unknown:
-            break
-    return best
+def _read_best(shapes: Iterable[tuple[str, Any]], node: Any, spot: _Spot) -> tuple[str, list[Piece]]:
+    """Return the name and the pieces of the shape with the fewest unknown parts."""
+    readings = ((name, list(_pieces(shape, node, spot))) for name, shape in shapes)
+    return min(readings, key=lambda reading: [piece.kind for piece in reading[1]].count(Part.UNKNOWN))
 
 
 def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
     match shape:
         case Part.ARGUMENTS if isinstance(node, dict):
-            try:
-                yield spot.piece(shape, json.dumps(node))
-            except RecursionError:  # it is nested too deeply to encode it
-                yield spot.piece(Part.UNKNOWN, spot.path)
-        case Part() if shape in _OF_ANSWERS and (node is None or isinstance(node, str)):
+            yield spot.piece(shape, json.dumps(node))
+        case Part() if shape in _PARTS_OF_ANSWERS and (node is None or isinstance(node, str)):
             yield spot.piece(shape, node or "")
         case Part.END if not isinstance(node, dict | list):
             if node:
                 yield spot.piece(shape, "")
-        case Part() if _is_allowed(shape, node):
+        case Part.NUMBERS if isinstance(node, dict | list):
+            for child in node.values() if isinstance(node, dict) else node:
+                yield from _pieces(shape, child, spot)
+        case Part.EMPTY if not node:
+            pass
+        case Part() if shape in _REFUSED_TYPES and not isinstance(node, _REFUSED_TYPES[shape]):
             pass
         case str() if node == shape and not isinstance(shape, Part):
             pass
         case tuple():
-            alternatives = {str(i): alternative for i, alternative in enumerate(shape)}
-            yield from _read_best(alternatives, node, spot)[1]
+            yield from _read_best((("", alternative) for alternative in shape), node, spot)[1]
         case [Part.ANSWER, inner] if isinstance(node, list):
             for i, child in enumerate(node):
                 yield from _pieces(inner, child, spot._replace(answer=i))
         case [inner] if node is None or isinstance(node, list):
-            has_number = isinstance(inner, dict) and bool(_numbers(inner))
-            children = node or []
+            children, numbers = node or [], _numbers(inner)
             for i, child in enumerate(children):
-                if has_number and len(children) > 1 and _number_of(inner, child) != i:
+                is_ith = isinstance(child, dict) and [child.get(key) for key in numbers] == [i]
+                if numbers and len(children) > 1 and not is_ith:
                     yield spot.piece(Part.UNKNOWN, spot.path)  # clients read elements by their place
-                position = spot.position if has_number else (*spot.position, i)
+                position = spot.position if numbers else (*spot.position, i)
                 yield from _pieces(inner, child, spot._replace(position=position))
         case dict() if isinstance(node, dict):
             numbers = _numbers(shape)
@@ -281,22 +284,7 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
             yield spot.piece(Part.UNKNOWN, spot.path)
 
 
-def _is_allowed(kind: Part, node: Any) -> bool:
-    """Return whether a part that is no piece may have this value."""
-    if kind is Part.NUMBERS:
-        nodes = [node]
-        for value in nodes:  # not recursive: a forger may nest lists deeply
-            if isinstance(value, dict | list):
-                nodes += value.values() if isinstance(value, dict) else value
-        return not any(isinstance(value, str) for value in nodes)
-    is_empty = kind is Part.EMPTY and not node
-    return is_empty or kind is Part.ANY or (kind is Part.SCALAR and not isinstance(node, dict | list))
-
-
-def _number_of(shape: dict[str, Any], node: Any) -> Any:
-    return node.get(_numbers(shape)[0]) if isinstance(node, dict) else None
-
-
-def _numbers(shape: dict[str, Any]) -> list[str]:
-    """Return the keys of the numbers in an object."""
-    return [key for key in shape if shape[key] in (Part.ANSWER, Part.INDEX)]
+def _numbers(shape: Any) -> list[str]:
+    """Return the keys of the numbers in an object; none for another shape."""
+    fields = shape.items() if isinstance(shape, dict) else ()
+    return [key for key, part in fields if part in (Part.ANSWER, Part.INDEX)]

@@ -241,11 +241,9 @@ class ReceiptCheck:
         is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
         self.lacks_text &= not self._quotes
         for quote in self._quotes or ():
-            # only a completion with `echo` begins with the prompt
-            parts = [quote.difference(generated, prompt=p, is_cut=is_cut) for p in ("", prompt)]
-            if all(parts):
-                yield f"the response differs from the receipt's tokens in its {parts[0]}"
-            self.lacks_text |= all(quote.difference(generated, prompt=p) for p in ("", prompt))
+            if part := quote.difference(generated, prompt=prompt, is_cut=is_cut):
+                yield f"the response differs from the receipt's tokens in its {part}"
+            self.lacks_text |= is_cut and bool(quote.difference(generated, prompt=prompt))
 
     def _compare_logprobs(self, content: Content, request: GenerateRequest) -> Iterator[str]:
         """Yield how far the log-probabilities exceed the tolerance."""
