@@ -59,10 +59,10 @@ class Signature(_Part, frozen=True, kw_only=True):
 
 
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """The conversation of a receipt. `request` has the fields of GenerateRequest that are not default.
+    """The conversation of a receipt. `request` is what `request_fields` returns.
 
-    `salt` is random in each receipt, so that digests do not reveal equal conversations. `logprobs` are
-    those of the answer's tokens, null for a token that a constraint forced.
+    `salt` is random in each receipt, so that digests do not reveal equal conversations. `logprobs` has
+    the log-probability (base e) of each token of the answer, None for a token that a constraint forced.
     """
 
     salt: _Digest
@@ -76,9 +76,10 @@ class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
 class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     """A receipt. `content` is missing in a private one, `signature` if no key is configured.
 
-    `constraint_sha256` is the salted digest of schema, grammar and tools, "" without any. `index`
-    counts the answers of one request from 0. `seconds` is how long prefill and generation took.
-    `sha256` is the digest of all fields above it.
+    `program` is the version of edgeinfer. `constraint_sha256` is the salted digest of schema, grammar
+    and tools, "" without any. `n_prompt` and `n_answer` are numbers of tokens. `index` is the number
+    of the answer, from 0, among those of its request. `seconds` is how long prefill and generation
+    took. `sha256` is the digest of all fields above it.
     """
 
     version: Literal[1]
@@ -126,7 +127,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_record(request: GenerateRequest) -> GenerateRequest:
-    """Return the request as a receipt needs it: with a seed, and `record_tokens` set."""
+    """Return the request with `record_tokens` set, and with a random seed if it has none."""
     sampling = request.sampling
     if sampling.seed is None:
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(random_bytes(4), "little"))
@@ -141,7 +142,7 @@ def make_receipt(
     index: int = 0,
     key: SigningKey | None = None,
 ) -> Receipt | Refusal:
-    """Make the receipt of the answer to a request from `with_record`, or return why there is none."""
+    """Make the receipt of answer `index` to a request from `with_record`, or say why there is none."""
     record = finished.record
     reason = "the engine recorded no tokens" if record is None else _why_refused(request, record, info)
     if record is None or reason:
@@ -164,7 +165,7 @@ def make_receipt(
         kv_type=str(info.choices["kv_type"].value),
         n_ctx=info.n_ctx,
         time=datetime.now().astimezone(),
-        # encode and decode, as a reader of the receipt does: 0 and 0.0 have different digests
+        # an integer in a float field is read back as a float, and 0 and 0.0 have different digests
         sampling=msgspec.json.decode(msgspec.json.encode(request.sampling), type=Sampling),
         constraint_sha256=constraint_digest(request, content.salt),
         n_prompt=len(record.prompt),
@@ -198,7 +199,7 @@ def _why_refused(request: GenerateRequest, record: TokenRecord, info: EngineInfo
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-#: Request fields that a receipt stores elsewhere, or that affect when tokens are computed, not which.
+#: Fields of a request that do not affect its tokens, or that a receipt has outside `Content.request`.
 _SERVER_FIELDS = (
     "background cache_on_disk cache_prompt cache_salt conversation deadline_s lora preamble "
     "prompt_logprobs record_tokens replay sampling speculative"
@@ -207,7 +208,7 @@ _DEFAULTS = msgspec.json.decode(msgspec.json.encode(GenerateRequest()))
 
 
 def request_fields(request: GenerateRequest) -> dict[str, Any]:
-    """Return the value of `Content.request` for a request."""
+    """Return the fields of a request that affect its tokens, without those that have the default."""
     fields = msgspec.json.decode(msgspec.json.encode(request)).items()
     return {key: v for key, v in fields if key not in _SERVER_FIELDS and v != _DEFAULTS[key]}
 
@@ -222,20 +223,21 @@ def _sha256(value: Any) -> str:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse untrusted JSON of a receipt, which must not repeat keys. Raises ReceiptError."""
+    """Parse untrusted JSON. Raises ReceiptError if it is invalid, long or deep, or repeats a key."""
     if len(data) > MAX_BYTES:
-        raise ReceiptError(f"the receipt has {len(data):,} bytes; at most {MAX_BYTES:,} are allowed")
+        problem = f"the receipt has {len(data):,} bytes; at most {MAX_BYTES:,} are allowed"
+        raise ReceiptError(problem, hint="check the file: a receipt of 131,072 tokens takes 2 MB")
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ReceiptError("the receipt is nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ReceiptError("this is not a receipt: the file is not UTF-8 text") from error
+        problem = "it is nested too deeply"
+    except UnicodeDecodeError:
+        problem = "the file is not UTF-8 text"
     except json.JSONDecodeError as error:
         problem = f"the text is not JSON (line {error.lineno}, column {error.colno})"
-        raise ReceiptError(f"this is not a receipt: {problem}") from error
     except ValueError as error:
-        raise ReceiptError(f"this is not a receipt: {error}") from error
+        problem = str(error)
+    raise ReceiptError(f"this is not a receipt: {problem}")
 
 
 def to_receipt(document: Any) -> Receipt:

@@ -166,7 +166,7 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
     n_lines, event = 0, b""
     has_data = of_events = False
     for number, line in enumerate(_lines(file), 1):
-        place = f"{name}:{number}"
+        location = f"{name}:{number}"
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
         n_lines += bool(content)
         if not line.strip(b"\r\n"):
@@ -179,23 +179,23 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
         of_events, has_data = is_event, is_event
         is_last = content == b"[DONE]"
         if is_mixed or (is_last and n_lines == 1):
-            yield place, ReceiptError("the lines are not those of one stream")
+            yield location, ReceiptError("the lines are not those of one stream")
             continue
         if not is_last:
             try:
                 document = parse_json(content)
             except ReceiptError as error:
                 if n_lines > 1 or is_event or name.endswith(".jsonl"):
-                    yield place, error
+                    yield location, error
                     continue
                 try:
                     document = parse_json(line + file.read(MAX_BYTES))
                 except ReceiptError as fault:
                     raise ReceiptError(f"{name}: {fault.message}") from fault
             if problem := _problem(document, event if is_event else None):
-                yield place, ReceiptError(problem)
+                yield location, ReceiptError(problem)
                 continue
-            source = source or place
+            source = source or location
             documents += document if isinstance(document, list) else [document]
             is_last = _is_last(document, is_event=is_event)
         if is_last and documents:

@@ -287,4 +287,4 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
 def _numbers(shape: Any) -> list[str]:
     """Return the keys of the numbers in an object; none for another shape."""
     fields = shape.items() if isinstance(shape, dict) else ()
-    return [key for key, part in fields if part in (Part.ANSWER, Part.INDEX)]
+    return [key for key, kind in fields if kind in (Part.ANSWER, Part.INDEX)]

@@ -34,7 +34,7 @@ Verdict = Literal["verified", "within tolerance", "not checked", "differs"]
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A token. `logprob` is the log (base e) of its probability at temperature 1, None if forced."""
+    """A token, with its log-probability (base e, temperature 1); None if a constraint forced it."""
 
     id: int
     text: str
@@ -75,12 +75,12 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReceiptCheck:
-    """Checks a receipt, and `quotes`: what clients show or execute of the reply with the receipt."""
+    """Checks a receipt, and the answer in its reply (`quotes`, None without a reply)."""
 
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] | None = None) -> None:
         self._receipt, self._engine = receipt, engine
         self._quotes = quotes
-        #: Whether the check found no difference, but did not compare the reply's whole text.
+        #: Whether there is a reply whose whole text was not compared; False if a difference was found.
         self.lacks_text = quotes is not None
         self._is_exact = receipt.kernel_revision == KERNEL_REVISION
         self._ended_by_itself = receipt.finish_reason in ("stop", "tool_calls")
@@ -95,7 +95,7 @@ class ReceiptCheck:
             self._generation.cancel()
 
     def run(self) -> Verification:
-        """Run the check. Raises ReceiptError if this engine cannot, and what `Engine.submit` raises."""
+        """Run the check. Raises ReceiptError if it is impossible, and what `Engine.submit` raises."""
         receipt, began_s = self._receipt, time.perf_counter()
         alteration = receipt.alteration()
         signature = None if alteration else receipt.signature
@@ -126,7 +126,8 @@ class ReceiptCheck:
             raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
         request = self._request(content)
         yield from self._contradictions(content, request)
-        # one more token shows whether the answer ends here; if revisions differ, only check the prompt
+        # one more token shows whether the answer ends there. If revisions differ, only the prompt is
+        # compared here, and one token is enough
         n = len(content.answer) + self._ended_by_itself if self._is_exact else 1
         replay = Replay(answer=content.answer[:n], time=self._receipt.time)
         generated = self._generate(msgspec.structs.replace(request, replay=replay, max_tokens=n))
@@ -147,10 +148,11 @@ class ReceiptCheck:
     def _compare_model(self) -> Iterator[str]:
         receipt, info = self._receipt, self._engine.info
         if is_newer(receipt.kernel_revision):
-            problem = f"the receipt is of kernel revision {receipt.kernel_revision}, which is newer"
-            maker = f"edgeinfer {receipt.program!r}, kernel revision {receipt.kernel_revision}"
+            revision = f"kernel revision {receipt.kernel_revision}"
+            problem = f"the receipt is of {revision}, which is newer than this program"
+            maker = f"edgeinfer {receipt.program!r}, {revision}"
             hint = f"update edgeinfer, or check it with the program that made it ({maker})"
-            raise ReceiptError(f"{problem} than this program", hint=hint)
+            raise ReceiptError(problem, hint=hint)
         if not info.sha256:
             hint = "pull the file, which records its SHA-256: `edgeinfer pull FILE`"
             raise ReceiptError(f"the SHA-256 of {info.model} is unknown", hint=hint)
@@ -165,7 +167,8 @@ class ReceiptCheck:
         """Return the receipt's request. Raises ReceiptError if this engine cannot compute it."""
         request = msgspec.convert(content.request, GenerateRequest)
         if request.n_pictures:
-            raise ReceiptError("the receipt has pictures, which cannot be checked")
+            hint = "ask for a receipt of an answer to a request without pictures"
+            raise ReceiptError("the receipt has pictures, which cannot be checked", hint=hint)
         adapters = self._receipt.adapters
         loaded = {adapter.sha256: adapter.name for adapter in self._engine.info.lora}
         if missing := [adapter.name for adapter in adapters if adapter.sha256 not in loaded]:
@@ -241,8 +244,8 @@ class ReceiptCheck:
         is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
         self.lacks_text &= not self._quotes
         for quote in self._quotes or ():
-            if part := quote.difference(generated, prompt=prompt, is_cut=is_cut):
-                yield f"the response differs from the receipt's tokens in its {part}"
+            if fault := quote.difference(generated, prompt=prompt, is_cut=is_cut):
+                yield f"the response differs from the receipt's tokens in its {fault}"
             self.lacks_text |= is_cut and bool(quote.difference(generated, prompt=prompt))
 
     def _compare_logprobs(self, content: Content, request: GenerateRequest) -> Iterator[str]:

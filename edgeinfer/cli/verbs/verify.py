@@ -30,7 +30,8 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
-#: Maximum number of checks that are named, or one for each file; if there are more, only failed ones.
+#: Maximum number of listed checks, or the number of files if it is larger. If there are more checks,
+#: only failed ones are listed.
 _MOST_NAMED = 20
 #: Exit status of each verdict, from the best to the worst; "" if no receipt was checked.
 _STATUSES = {"": 10, "verified": 0, "within tolerance": 9, "not checked": 5, "differs": 1}
@@ -59,7 +60,7 @@ class Check(Verification, frozen=True, kw_only=True):
 class VerifyResult(Result, frozen=True, kw_only=True):
     """The checks of a sample of `n_receipts`; `without_receipt` counts answers that have none.
 
-    `notes` name unfinished lines of a payload log, which do not count.
+    `notes` name the unfinished last lines of a payload log's files; these lines are not answers.
     """
 
     checks: Sequence[Check]
@@ -70,8 +71,7 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         """Exit status of the worst verdict."""
-        is_partial = "within tolerance"  # as a verified answer of which not the whole text was compared
-        verdicts = [is_partial if c.lacks_text and not c.reason else c.verdict for c in self.checks]
+        verdicts = ["within tolerance" if c.lacks_text else c.verdict for c in self.checks]
         return _STATUSES[max(verdicts, key=[*_STATUSES].index, default="")]
 
     def human(self) -> str:
@@ -221,8 +221,9 @@ def _with_content(receipt: Receipt, path: str) -> Receipt:
     with path_errors(path, "check the path"), open(path, "rb") as file:
         whole = to_receipt(parse_json(file.read(MAX_BYTES + 1)))
     if whole.content is None or whole.content_sha256 != receipt.content_sha256:
+        problem = "it has no content" if whole.content is None else "its content has another digest"
         hint = "name the RECEIPT.content that was written with this receipt: `--content FILE`"
-        raise ReceiptError("this content does not belong to the receipt", hint=hint)
+        raise ReceiptError(f"{path} does not belong to the receipt: {problem}", hint=hint)
     return msgspec.structs.replace(receipt, content=whole.content)
 
 
