@@ -124,7 +124,7 @@ class LoraAdapters:
         named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
         if len({stamp for _, stamp in named.values()}) < len(adapters):
             problem = f"two of these LoRA adapters have the same name or file: {', '.join(named)}"
-            raise InvalidRequestError(problem, param="lora")
+            raise InvalidRequestError(problem, param="lora", hint="name each adapter and file once")
         for adapter in adapters:
             _check_scale(adapter.scale)
         stamps_before = self._loaded_stamps()

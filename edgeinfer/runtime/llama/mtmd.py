@@ -158,7 +158,7 @@ class Projector:
         tried = self.chunks(_PROBE, _PROBE)
         # llama.cpp would abort in the step that computes a token of -1
         if any(token < 0 for chunk in tried for token in chunk.tokens):
-            problem = f"{path} belongs to another model: it needs tokens that this vocabulary lacks"
+            problem = f"the projector {path} belongs to another model: this vocabulary lacks its tokens"
             raise ModelLoadError(problem, hint=OTHER_PROJECTOR)
 
     def chunks(self, width: int, height: int) -> list[Chunk]:

@@ -132,8 +132,8 @@ class InputProcessor:
         if self.vision is None:
             raise InvalidRequestError(
                 f"{self.files.name} does not accept pictures{self.vision_error}",
-                hint=f"`edgeinfer warm {self.files.name}` with the projector, or another model: "
-                "`edgeinfer list pictures`"
+                hint=f"remove the cause and run `edgeinfer warm {self.files.name}`, or use another "
+                "model: `edgeinfer list pictures`"
                 if self.files.projector
                 else "`edgeinfer list pictures` shows models that do",
                 param=param,
