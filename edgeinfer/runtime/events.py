@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """A token and the natural logarithm of its probability, at temperature 1 and without penalties."""
+    """A token, its text `piece`, and its log-probability (ln) at temperature 1, without penalties."""
 
     token_id: int
     piece: bytes
@@ -27,7 +27,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """A sampled token (`chosen`) and the likeliest tokens (`top`), best first, maybe with `chosen`."""
+    """A sampled token (`chosen`) and the likeliest tokens (`top`, best first), which may include it."""
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
@@ -63,9 +63,11 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of one request (ms). `ttft_ms` is the time from submission to the first token.
+    """Durations of one request (ms), and how many tokens were drafted and accepted.
 
-    `saved_ms` estimates how long prefill of the cached tokens would have taken; 0 if unknown.
+    `ttft_ms` is the time from submission to the first token, `constraint_ms` the time spent on schemas
+    and grammars. `saved_ms` estimates how long prefill of the cached tokens would have taken; 0 if
+    unknown.
     """
 
     queue_ms: float = 0.0

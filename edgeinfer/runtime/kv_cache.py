@@ -15,7 +15,7 @@ from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
 
-#: LoRA adapters of a sequence, sorted. Each has a stamp of its file (path, size, times) and a scale.
+#: LoRA adapters of a sequence, sorted: the stamp of each file (path, size, mtime, inode) and the scale.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _COMPARE_STRIDE = 64

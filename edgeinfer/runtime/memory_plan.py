@@ -137,16 +137,16 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
 
 
 #: A draft model computes at most this many tokens per call, so that other requests do not wait long.
-#: It has `DRAFT_SPARE_SEQUENCES` more sequence ids, for texts that later requests may continue.
+#: `DRAFT_SPARE_SEQUENCES` of its sequence ids are for texts that later requests may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
 #: A step may compute logits for `_OUTPUTS_PER_REQUEST` tokens per request. More tokens, up to
 #: `_MAX_FREE_OUTPUTS`, are allowed if their logits take at most 1/8 of the unused memory, and fit into
-#: `_SMALL_LOGITS` bytes or into memory that the layers need anyway. So a check of 200 tokens of a 135M
+#: `_SMALL_LOGITS` bytes or into memory that the layers need anyway. So verifying 200 tokens with a 135M
 #: model takes 0.178 s, not 0.201 s.
 _OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
 _OUTPUTS_SHARE, _SMALL_LOGITS = 8, 64 << 20
-#: Further sequence ids: 16 for idle conversations, and one for saving KV blocks.
+#: Sequence ids in addition to one per running request: 16 for idle conversations, one to save blocks.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: An automatic context is not shortened below this (cells) to place more layers on devices.
@@ -157,7 +157,7 @@ _FALLBACK_CTX = 4096
 _USEFUL_KV_BYTES = 1 << 30
 #: Memory (bytes) that the process takes in addition to the model.
 _PROCESS_BYTES = 64 << 20
-#: Least size (bytes) of the ring buffer for streamed weights. The ring has room for two weights: one is
+#: Least size (bytes) of the ring buffer for streamed weights. The ring has room for two tensors: one is
 #: read while the other is multiplied. Each may need two more pages of 64 KiB (_PADDING_BYTES).
 _RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, and at least 1/20 of the machine's memory.
@@ -171,7 +171,7 @@ _KV_SHARE = 4
 #: If a `share` of all experts is in memory, about (1 - share) ** _MISS_POWER of a token's experts are
 #: read from disk: in a trace of 24 layers, 0.56 with a share of 0.13, 0.36 with 0.25, 0.20 with 0.40.
 _MISS_POWER = 3
-#: Read rate (bytes/s) assumed of a disk that was not measured: that of a SATA SSD.
+#: Read rate (bytes/s) of a SATA SSD, assumed for a disk that was not measured.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
 
 
@@ -180,8 +180,8 @@ class StreamingPlan:
     """How the weights of a model that does not fit into memory are divided (bytes).
 
     `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model,
-    `streamed_bytes`, are read from disk at every step, into a ring of `ring_bytes`. Of a mixture of
-    experts, all weights except experts are pinned; experts are cached in `expert_bytes`.
+    `streamed_bytes`, are read from disk at every step, into a ring buffer of `ring_bytes`. Of a mixture
+    of experts, all weights except experts are pinned; experts are cached in `expert_bytes`.
     """
 
     pinned_bytes: int
@@ -203,6 +203,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a model's context, with the reason for each automatic choice.
 
     - n_cells: size of the KV cache, which all sequences share.
+    - n_seq_max, n_batch, n_outputs: limits on sequence ids, tokens per batch, and tokens with logits.
     - least_kv_bytes: smallest useful size of the KV cache; the whole size for a requested context.
     - least_cells: smallest size of the KV cache in a context on devices.
     - from_disk: not all weights stay in memory. `streaming` says which do; None means that there is too

@@ -232,7 +232,7 @@ class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of a model. `count` is the target number of replicas; `reason` says why."""
+    """The replicas of a model. `count` is the target number of replicas; `reason` explains it."""
 
     model: str
     count: int

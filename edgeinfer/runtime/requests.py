@@ -93,7 +93,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 #: Models of up to this many parameters repeat themselves, so they get penalties by default. There are
-#: no sequence breakers, so that DRY penalizes repeated lines, too. The tokens of the prompt are not
+#: no DRY sequence breakers, so that repeated lines are penalized, too. The tokens of the prompt are not
 #: penalized: with such penalties, SmolLM2 would lose a third of its right answers.
 _SMALL = 500_000_000
 _PENALTIES: dict[str, Any] = {
@@ -258,7 +258,7 @@ _MAX_TOOLS = 128
 _MAX_TOOL_NAME = 128
 #: Largest allowed values of request fields.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
-#: Every tokenizer makes at least one token of 64 characters, so a text that is too long is refused
+#: Every tokenizer makes at least one token per 64 characters, so a text that is too long is refused
 #: before it is tokenized. Texts of up to 1 Mi characters are tokenized in any case.
 _MAX_TOKEN_CHARS = 64
 _TRIED_CHARS = 1 << 20

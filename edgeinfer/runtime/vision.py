@@ -82,7 +82,7 @@ class Span:
 
 @dataclass(slots=True)
 class Encoding:
-    """The rows of a picture, one array per span, and how many running requests need them."""
+    """The embedding rows of a picture, an array per span, and how many running requests need them."""
 
     rows: Future[list[Rows]]
     n_requests: int = 0
@@ -287,7 +287,10 @@ class Vision:
 
 
 def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, str]:
-    """Open the model's projector, or return None and why it was refused. Raises ModelLoadError."""
+    """Open the model's projector. Raises ModelLoadError.
+
+    Returns None and "" for a model without one, None and the reason if the projector is refused.
+    """
     if not files.projector:
         return None, ""
     failure = projector_failure(files.projector, files.paths)
@@ -362,7 +365,7 @@ _HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"
 #: Time limit (s) of a projector's test. The largest projectors take 40 s per picture on two cores.
 _PATIENCE_S = 600.0
 
-#: Projectors that passed the test, by the stamps of the projector's file and of the model's files.
+#: Projectors that passed the test, by path, size, mtime and inode of their file and the model's files.
 _KNOWN = CacheTable("projectors.json", dict[str, bool])
 
 

@@ -32,9 +32,9 @@ from edgeinfer.runtime.llama.backends import (
 )
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: Values of ggml_backend_dev_type. Other devices count as accelerators.
+#: Value of ggml_backend_dev_type → kind of device. All other values count as "accelerator".
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
-#: Prefixes of descriptions of software devices: Mesa's and Google's.
+#: A device whose description begins with one of these names runs on the CPU (Mesa, Google).
 _SOFTWARE = ("llvmpipe", "SwiftShader")
 _VULKAN_LOADER = "libvulkan.so.1"
 DRIVER_FIX = "use Vulkan with your distribution's driver; CUDA needs NVIDIA's driver 580 or newer"
@@ -82,7 +82,7 @@ def this_build() -> Build:
 
 
 def check_driver() -> MissingBackend:
-    """Load NVIDIA's driver. `reason` of the result says why it cannot run CUDA, "" if it can."""
+    """Load NVIDIA's driver; the result's `reason` says why it cannot run CUDA, "" if it can."""
     version = ctypes.c_int()
     reason, fix = _MISSING[DRIVER]
     with suppress(OSError, AttributeError):
@@ -117,9 +117,9 @@ def load_after_probe(file: BackendFile, stop: threading.Event | None = None) -> 
 def load(name: str, probed: LoadedBackend | None = None) -> BackendOutcome:
     """Load a backend's library into this process, and return it with its devices, or why it failed.
 
-    The first call takes 50 to 200 ms. Later calls only update the free memory. With the result `probed`
-    of `backends.ask`, the SHA-256 of an unchanged file is not computed again. Raises UsageError for an
-    unknown backend, EngineError without a CPU backend.
+    The first call takes 50 to 200 ms. Later calls only update the free memory. `probed` is an earlier
+    result of `backends.ask`, so that the SHA-256 of an unchanged file is not computed again. Raises
+    UsageError for an unknown backend, EngineError without a CPU backend.
     """
     with _lock:
         build = this_build()

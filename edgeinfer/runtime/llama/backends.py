@@ -50,7 +50,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the JSON file next to a library."""
+    """Contents of the JSON file next to a backend's library."""
 
     name: str
     build: Build
@@ -207,18 +207,18 @@ def device_line(device: Device) -> str:
     return f"{device.name}: {device.description}{kind}, {memory}"
 
 
-def describe(answer: BackendOutcome) -> str:
+def describe(outcome: BackendOutcome) -> str:
     """Return a line that names a backend's devices, or says why it has none."""
-    if isinstance(answer, MissingBackend):
-        return f"{answer.name}: {answer.reason}"
-    return f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
+    if isinstance(outcome, MissingBackend):
+        return f"{outcome.name}: {outcome.reason}"
+    return f"{outcome.file.name}: {'; '.join(map(device_line, outcome.devices))}"
 
 
 class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which layers to place on which devices.
 
     `layers` is the value of `--gpu-layers`. `devices` are llama.cpp's names of the devices to use, from
-    `[gpu]` of config.toml; () means the discrete GPUs, otherwise integrated ones.
+    `[gpu]` of config.toml; () means all discrete GPUs or, if there are none, integrated ones.
     """
 
     layers: int | str = "auto"
@@ -226,18 +226,22 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_explicit(self) -> bool:
-        """Return whether the user asked for layers on a device; a failure then causes a warning."""
+        """Return whether `--gpu-layers` asks for layers on devices; a failure then causes a warning."""
         return self.layers not in ("auto", "none", 0)
 
     def opens_backends(self) -> bool:
-        """Return whether to load backends: if layers or devices are named, or there may be a GPU."""
+        """Return whether to look for devices: the user asks for some, or the machine may have a GPU.
+
+        False if `layers` is "none" or 0.
+        """
         named = self.is_explicit or bool(self.devices)
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
     def choose(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the named devices; otherwise discrete GPUs; otherwise integrated ones.
+        """Return those of `devices` that the request names.
 
-        If there are none, software devices are used only on an explicit request.
+        If it names none, return all discrete GPUs or, if there are none, all integrated ones. Without
+        a GPU, return all devices if the request `is_explicit`, otherwise ().
         """
         if self.devices:
             return tuple(device for device in devices if device.name in self.devices)
@@ -258,14 +262,14 @@ def find_devices(
     """Yield the devices that `request` chooses of each backend, preferred backends first.
 
     By default a separate process opens the backends; then the devices' pointers are not valid here.
-    Raises OffloadRefused at the end if no backend had such a device.
+    Raises OffloadRefused if no backend has such a device.
     """
     files, reasons = available(), []
     for file in files:
-        answer = open_backend(file)
-        if isinstance(answer, MissingBackend):
-            reasons.append(describe(answer))
-        elif devices := request.choose(answer.devices):
+        outcome = open_backend(file)
+        if isinstance(outcome, MissingBackend):
+            reasons.append(describe(outcome))
+        elif devices := request.choose(outcome.devices):
             yield devices
         else:
             reasons.append(f"{file.name} has no device that was requested")
@@ -274,7 +278,7 @@ def find_devices(
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
-#: NVIDIA's driver. Given this name, the probing process only checks the driver's version.
+#: Library of NVIDIA's driver. `ask(DRIVER)` loads no backend, but checks the driver's version.
 DRIVER = "libcuda.so.1"
 #: A driver that does not answer for this long (s) is considered stuck.
 _PATIENCE_S = 30.0

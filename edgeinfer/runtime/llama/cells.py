@@ -134,7 +134,7 @@ def replace_function(functions: ctypes.Structure, name: str, function: Any) -> I
 _MOST_COPIES = 32768
 #: Maximum number of a process's memory mappings, if the kernel reports none.
 _DEFAULT_MAPPINGS = 65_530
-#: Cells are copied, not mapped, if the process has more than this share of the maximum.
+#: Cells are copied, not mapped, if more than this share of the allowed mappings is in use.
 _MAPPINGS_SHARE = 0.75
 #: Minimum interval (s) between two counts of the mappings. A count takes 10 ms.
 _COUNT_S = 1.0
@@ -201,9 +201,9 @@ class CellCopies:
     ) -> Iterator[_Transfer]:
         """During the `with` block, let llama.cpp read `pieces` instead of the state at address `state`.
 
-        `buffers` are ggml's pointers to the cells' buffers. If `file`, which contains the pieces, is
-        given, its pages are mapped into the cells if possible. `n_bytes` of the yielded struct is the
-        size of the pieces that llama.cpp has read.
+        `buffers` are ggml's pointers to the cells' buffers. If the pieces are in a `file`, its pages
+        are mapped into the cells if possible. `n_bytes` of the yielded struct is the size of the
+        pieces that llama.cpp has read.
         """
         can_map = file is not None and self._may_map(len(pieces))
         transfer = _Transfer(
@@ -278,7 +278,7 @@ _PIECE_BYTES = 256 << 20
 class CellMemory:
     """The memory of a KV cache's `n_cells` cells: ggml's `buffers` in host memory.
 
-    `rows` are the bytes of a cell in each tensor, in the tensors' order in the buffer; () if unknown.
+    `rows` are the sizes (bytes) of a cell in each tensor, in the buffer's order; () if unknown.
     `copies` is None if copies cannot be intercepted. `is_all_on_host`: no cells are on a device.
     """
 

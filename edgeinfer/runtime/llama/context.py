@@ -28,8 +28,8 @@ from edgeinfer.runtime.llama.row_adapters import (
 class LlamaContext:
     """A llama_context (at `pointer`) and the sequences in its KV cache. Not thread-safe.
 
-    `cells` is the memory of the KV cache. `adapters` are the loaded LoRA adapters by the stamps of
-    their files.
+    `cells` is the memory of the KV cache. `adapters` are the loaded LoRA adapters by their files'
+    stamps (see `AdapterKey`).
     """
 
     __slots__ = ("adapters", "cells", "memory", "pointer")

@@ -111,7 +111,7 @@ def variant_of(path: str) -> str:
 def level_of(variant: str) -> str:
     """Return which build of the kernels fits a CPU variant of ggml on this machine, "" if none does.
 
-    On arm64 the variant is ignored: ggml has none with i8mm but without SVE, which some CPUs lack.
+    On arm64 the CPU decides, not the variant: ggml has no variant for CPUs with i8mm but without SVE.
     """
     if not variant.startswith("armv"):
         return LEVELS.get(variant, "")

@@ -83,7 +83,7 @@ class LoraAdapters:
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
 
     def with_scales(self, adapters: AdapterKey) -> tuple[Adapter, ...]:
-        """Return the adapters of a key that `key` has just returned, with the key's scales."""
+        """Convert a key, which `key` has just returned, to adapters with the key's scales."""
         by_stamp = {stamp: adapter for adapter, stamp in self._named.values()}
         return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
 
@@ -116,7 +116,7 @@ class LoraAdapters:
             loaded.use_llama_cpp()
 
     def change(self, adapters: Sequence[Adapter]) -> None:
-        """Load `adapters`, the only ones that new requests may name.
+        """Load `adapters`; from then on, requests may name only these.
 
         Adapters that were loaded before stay loaded until `release`. If the method raises
         InvalidRequestError or ModelLoadError, nothing has changed.
@@ -141,7 +141,7 @@ class LoraAdapters:
             self._named = named
 
     def removed_stamps(self) -> frozenset[str]:
-        """Return the stamps of adapters that are still loaded, but that requests can no longer name."""
+        """Return the stamps (see `AdapterKey`) of loaded adapters that requests can no longer name."""
         return self._loaded_stamps() - {stamp for _, stamp in self._named.values()}
 
     def release(self) -> None:
@@ -170,7 +170,7 @@ class LoraAdapters:
     def add_model(self, model: Any, by_stamp: AdaptersByStamp) -> None:
         """Add a second model, for which `load_for` has returned the adapters `by_stamp`.
 
-        Adapters that were named since then are loaded too. Raises ModelLoadError.
+        Adapters that `change` has added since then are loaded too. Raises ModelLoadError.
         """
         self._load_missing(model, by_stamp, self._named)
         self._models.append((model, by_stamp))

@@ -200,7 +200,7 @@ def read_meta(model: Any) -> dict[str, str]:
 
 
 def model_shape(model: Any, meta: dict[str, str]) -> Shape:
-    """Compute the sizes of a loaded model; upper bounds if the number of heads differs by layer."""
+    """Return the `Shape` of a loaded model; upper bounds if the number of heads differs by layer."""
     llama = libllama.lib()
     metadata: dict[str, object] = {
         key: int(value) if value.isdecimal() else value for key, value in meta.items()

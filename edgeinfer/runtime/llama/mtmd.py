@@ -100,7 +100,7 @@ class Chunk:
 
     `is_whole`: the rows attend to each other in both directions, so one step must compute all of them.
     The rows take `n_positions` positions of the prompt, fewer than `n_rows` with M-RoPE. `positions` is
-    None without M-RoPE, otherwise int32[4, n_rows]: time, y, x and z of each row, from the first row.
+    None without M-RoPE, otherwise int32[4, n_rows]: time, y, x, z of each row, relative to the first.
     """
 
     tokens: tuple[int, ...] = ()
@@ -156,7 +156,7 @@ class Projector:
         if not self._library.mtmd_support_vision(self._context):
             raise ModelLoadError(f"the projector {path} is not for pictures", hint=OTHER_PROJECTOR)
         tried = self.chunks(_PROBE, _PROBE)
-        # llama.cpp would abort in the step that computes a token of -1
+        # -1 is a separator that the vocabulary lacks: llama.cpp would abort in a step that computes it
         if any(token < 0 for chunk in tried for token in chunk.tokens):
             problem = f"the projector {path} belongs to another model: this vocabulary lacks its tokens"
             raise ModelLoadError(problem, hint=OTHER_PROJECTOR)

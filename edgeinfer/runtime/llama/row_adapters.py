@@ -94,7 +94,8 @@ def begin_step(
 ) -> int:
     """Let the kernels apply adapters in this thread's next llama_decode.
 
-    The result is for `end_step`; it is 0 if llama.cpp applies all of them.
+    `loaded` has adapters by stamp (see `AdapterKey`). `n_tokens` and `n_outputs` count the whole batch.
+    The result is for `end_step`; it is 0 if llama.cpp applies all adapters.
     """
     rows = [  # sorted by adapter: the kernels read the weights of each adapter once
         _Rows(*span, loaded[stamp].kernels, scale)

@@ -119,7 +119,7 @@ class Sampler:
         return twin
 
     def close(self) -> None:
-        """Free the chains. Idempotent."""
+        """Free llama.cpp's sampler chains. Idempotent."""
         for chain in (self._choice, self._penalties):
             if chain is not None:
                 L.llama_sampler_free(chain)

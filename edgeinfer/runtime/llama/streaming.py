@@ -20,14 +20,14 @@ from edgeinfer.runtime.memory_plan import StreamingPlan
 from edgeinfer.runtime.options import StreamingStatistics
 
 _log = logging.getLogger("edgeinfer.engine")
-#: Messages for codes below 0 of native/streaming.cpp; other codes are an errno.
+#: Error code of native/streaming.cpp → what happened to the file. Codes above 0 are values of errno.
 _MESSAGES = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
 #: Interval (s) at which free memory is checked.
 _MEMORY_S = 1.0
 
 
 class Streaming:
-    """Streams the weights of a model, `owner`, from disk. Used on the decode thread, between steps."""
+    """Streams a model's weights from disk until `stop(owner)`. Used on the decode thread."""
 
     def __init__(self, owner: object, kernels: ctypes.CDLL, paths: tuple[str, ...]) -> None:
         self.owner = owner
@@ -54,7 +54,7 @@ class Streaming:
 
 #: The streaming in this process, None without one. Its `check` must be called after each step.
 active: Streaming | None = None
-#: Held while `active` is cleared, and while statistics are read, which any thread may do.
+#: Held while `active` is cleared, and while any thread reads statistics.
 _lock = threading.Lock()
 
 
@@ -72,9 +72,9 @@ def statistics() -> StreamingStatistics:
 def start(owner: object, paths: tuple[str, ...], plan: StreamingPlan | None) -> None:
     """Stream the weights of a model's files, which are mapped, from the next step on. Idempotent.
 
-    `owner` is any object, which ends the streaming when it is passed to `stop`. Without a plan or
-    edgeinfer's kernels, while another model is streamed, or after an error (which is logged), nothing
-    is streamed: Linux reads the weights by page faults.
+    Streaming ends at `stop(owner)`; `owner` is any object. Nothing is streamed without a plan or
+    edgeinfer's kernels, while another model is streamed, or after an error, which is logged. Then Linux
+    reads the weights by page faults.
     """
     global active
     if active is not None and active.owner is owner:

@@ -71,7 +71,7 @@ Match = tuple[bytes, int]
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes written and read, and blocks evicted or damaged, since the store was opened."""
+    """Bytes written and read, and blocks evicted (`pruned`) or damaged, since the store was opened."""
 
     bytes_written: int = 0
     bytes_read: int = 0
@@ -243,7 +243,8 @@ class BlockFolder:
     """Finds, reads and writes the blocks of one model with one set of settings. Thread-safe.
 
     The methods `find_…` read the headers of a few files. Their `parent` is the name of a prompt's last
-    whole block, their `tokens` are the tokens of the prompt after that block.
+    whole block, their `tokens` are the tokens of the prompt after that block. A `Match` is a block's
+    name, and how many of its first tokens equal `tokens`.
     """
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
@@ -281,13 +282,14 @@ class BlockFolder:
                 os.utime(self.path(name), ns=(now_ns, now_ns - i))
 
     def find_tail(self, parent: bytes, tokens: list[int]) -> Match:
-        """Return the best `Match` for `tokens` among the partial blocks after `parent`."""
+        """Return the longest `Match` among the partial blocks after `parent`."""
         return _longest(self._stored_tokens(self._tail_names(parent, tokens)), tokens)
 
     def find_superseded(self, parent: bytes, tokens: list[int], new_name: bytes) -> bytes | None:
         """Return the name of a partial block whose tokens are a prefix of `tokens`, None without one.
 
-        A new block with these tokens, called `new_name`, replaces it. A block of this name is ignored.
+        The caller replaces that block by a block called `new_name` with all of `tokens`. If a block of
+        the name `new_name` exists already, it is not returned.
         """
         blocks = self._stored_tokens(self._tail_names(parent, tokens))
         superseded = (name for name, stored in blocks if tokens[: len(stored)] == stored)
@@ -298,7 +300,7 @@ class BlockFolder:
         return (self.names.tail(parent, tokens[:n]) for n in lengths)
 
     def find_checkpoint(self, parent: bytes, tokens: list[int]) -> Match:
-        """Return the `Match` of the longest prefix of `tokens` whose block ends at a checkpoint."""
+        """Return the longest `Match` among the blocks that end at a checkpoint within `tokens`."""
         blocks = self._stored_tokens(self._checkpoint_names(parent, tokens))
         matches = [(name, len(stored)) for name, stored in blocks if tokens[: len(stored)] == stored]
         return max(matches, key=itemgetter(1), default=_NO_MATCH)
@@ -310,7 +312,7 @@ class BlockFolder:
             yield self.names.checkpoint(parent, tokens[:n])
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Return the best `Match` for `tokens` among blocks after `parent` in sessions of an agent."""
+        """Return the longest `Match` among the blocks that followed `parent` in an agent's sessions."""
         names = map(bytes.fromhex, retention.boundary_blocks(self._folder, parent.hex()))
         return _longest(self._stored_tokens(names, parent), tokens)
 

@@ -252,7 +252,7 @@ class BlockSaver:
         names = self.folder.names
         blocks: dict[bytes, _Missing] = {}
         for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
-            # after a picture, a whole block may end at the checkpoint: take the block before as parent
+            # a checkpoint after a picture may be the end of a whole block: use that block's parent
             ends_with_picture = tokens[n_tokens - 1] < 0
             i = chain.index_at(n_tokens - ends_with_picture)
             start, parent = chain.ends[i], chain.names[i]

@@ -29,8 +29,8 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 #: Blocks are loaded only if they save at least this many tokens of prefill.
 _MIN_GAIN_TOKENS = 32
-#: A request waits for the round-trip check only if blocks save this many times as many tokens of
-#: prefill as the check computes.
+#: A request waits for the round-trip check only if blocks save at least this multiple of the tokens
+#: that the check computes.
 _MIN_GAIN_CHECKS = 2
 #: Shortest time (s) that a request waits for a block before it prefills instead.
 _MIN_WAIT_S = 0.05
@@ -196,7 +196,8 @@ class BlockLoad:
     """Blocks with the tokens [start, stop) that are being read and appended to a sequence.
 
     `futures` are the blocks in order (None for an unusable one); the first `n_loaded` are appended.
-    `n_in_memory` tokens of the prompt were cached in memory before the load.
+    `n_in_memory` tokens of the prompt were cached in memory before the load. The wait for the next
+    block began at `waits_since` (monotonic time, s).
     """
 
     futures: Sequence[Future[KvBlock | None]]

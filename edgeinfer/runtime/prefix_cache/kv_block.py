@@ -63,9 +63,10 @@ Kind = Literal["full", "tail", "point", "rows"]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a block. `tokens` are int32, little endian.
+    """The header of a block. `parent` names the block before it; `identity` is that of `BlockNames`.
 
-    `states` has a tuple per state: the size (bytes) and the page offset of each piece (see `State`).
+    `tokens` are int32, little endian. `states` has a tuple per state: the size (bytes) and the page
+    offset of each piece (see `State`).
     """
 
     kind: Kind
@@ -124,14 +125,14 @@ def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
 
 
 def block_tokens(window: int) -> int:
-    """Return the tokens per block: a power of two below the sliding `window` (0 for none)."""
+    """Return the tokens per block: a power of two below the sliding `window` (0: no window)."""
     if window <= 0 or window > BLOCK_TOKENS:
         return BLOCK_TOKENS
     return max(1, 1 << ((window - 1).bit_length() - 1))
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """Return a model's key: `sha256`, or the stamps of `files` if `sha256` is "". Raises OSError."""
+    """Return `sha256` or, if that is "", path, size, mtime and inode of each file. Raises OSError."""
     return sha256 or stamps(files)
 
 
@@ -147,7 +148,7 @@ class BlockNames:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
-        """Return the parent name of a prompt's first block, which differs by adapters and salt."""
+        """Return the name that is the first block's parent. Adapters and salt change the name."""
         scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._hash(b"root", self.identity, salt.encode(), scales.encode())
 
@@ -179,7 +180,7 @@ class BlockNames:
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a block that ends at a checkpoint: a hash of its first 32, 64 … tokens."""
+        """Return the name of a block that ends at a checkpoint: a hash of its whole 32-token groups."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 

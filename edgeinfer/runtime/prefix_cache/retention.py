@@ -47,9 +47,9 @@ _MOST_BYTES = 64 << 30
 MARGIN_BYTES = 512 << 20
 #: Blocks are evicted down to this share of the limit, so that eviction is rare.
 _PRUNE_TO = 0.9
-#: The sizes of all blocks are read from the disk again after 1/32 of the limit was written.
+#: The sizes of all blocks are read again each time that 1/32 of the limit has been written.
 _RECOUNT_SHARE = 32
-#: Age (s) from which unfinished files, and conversations' lists of deleted blocks, are deleted.
+#: Unfinished files, and conversations' lists of which no block is left, are deleted at this age (s).
 _STALE_S = 3600.0
 
 
@@ -246,8 +246,8 @@ def record_session(folder: Path, agent: str, names: Sequence[str], salt: str = "
 def record_following(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
     """Record the new block `name` if `parent` is the last block that an agent's sessions share.
 
-    A partial block (`is_tail`) is also recorded if its parent is the block that was recorded last, as
-    prompts may begin to differ at the very end of a block. Raises OSError.
+    A partial block (`is_tail`) is also recorded after the block that was recorded last, because prompts
+    may begin to differ at the very end of a block. Raises OSError.
     """
     for path, agent in _read_all(folder):
         ends = agent.shared[-1:] + (agent.following[:1] if is_tail else ())

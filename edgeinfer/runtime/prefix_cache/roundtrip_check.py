@@ -27,7 +27,7 @@ _CHUNK = 32
 #: Tokens of the checked text and of each of its blocks, for models without a sliding window.
 _TOKENS = 24
 _BLOCK_TOKENS = 8
-#: Maximum number of tokens of the checked text. The text does not fill a longer sliding window.
+#: Maximum length (tokens) of the checked text. The text does not fill a sliding window that is longer.
 _MOST_TOKENS = 1600
 #: Sequence ids of the check's context: one for the text, one as scratch id of `SequenceStates`.
 _SEQ_ID = 0

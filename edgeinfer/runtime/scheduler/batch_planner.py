@@ -14,7 +14,7 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 #: If requests begin together, and their prompts have at most this many tokens in total, all prompts are
 #: prefilled before the first of these requests decodes.
 _BURST_PROMPT_TOKENS = 256
-#: Maximum number of tokens forced by a constraint that a sequence computes in a decode step.
+#: A decode step computes up to this many tokens of a sequence, if a constraint has forced them.
 _MAX_FORCED_TOKENS = 32
 
 
@@ -147,7 +147,7 @@ class BatchPlanner:
         n_invariant = self._max_invariant_tokens(is_unbatched=is_unbatched) - n_tokens
         draft_budget = DraftBudget(self.step_costs, len(decoding), n_tokens)
         for seq in decoding:
-            # only automatic drafts are limited so that the step stays batch-invariant
+            # automatic drafts must leave the step batch-invariant; requested drafts need not
             is_automatic = seq.request.speculative == "auto"
             max_drafts = min(n_spare, n_invariant) if is_automatic else n_spare
             drafts = self._propose_drafts(seq, max_drafts, draft_budget)

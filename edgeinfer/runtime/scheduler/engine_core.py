@@ -191,7 +191,7 @@ class EngineCore:
         self.executor.install_abort_callback()
 
     def drop_sequences_with(self, stamps: Collection[str]) -> bool:
-        """Drop the cached sequences that were computed with an adapter in `stamps`.
+        """Drop the cached sequences that were computed with an adapter in `stamps` (see `AdapterKey`).
 
         Returns False, without dropping any, while a request uses such an adapter.
         """

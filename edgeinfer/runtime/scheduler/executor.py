@@ -28,7 +28,7 @@ _PROFILED_VOCAB = 64
 #: Maximum outputs of a profiled step. Each takes up to 1 MB of memory, which a snapshot then contains.
 _PROFILED_OUTPUTS = 16
 #: Tokens of the profiled prefill step. From its time, a restored engine estimates how much time cached
-#: prefixes save. With 128 tokens it would be better (a quarter lower), but snapshots 6 MB larger.
+#: prefixes save. The estimate from 128 tokens is better (a quarter lower), but adds 6 MB to snapshots.
 _PROFILED_PREFILL = 32
 
 
@@ -173,8 +173,8 @@ class Executor:
         self.chunk_sizer.record(n_tokens, step_s(n_tokens), is_long=False)
 
 
-#: Aborts may waste `_MAX_LOST_S` (s) of prefill time. After that, this share of the time of steps that
-#: were not aborted may be wasted again.
+#: Aborts may waste `_MAX_LOST_S` of prefill time. Each prefill step that is not aborted adds this share
+#: of its time to the rest of that allowance.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
 #: A step that is at least half done and will end within this time (s) is not aborted.

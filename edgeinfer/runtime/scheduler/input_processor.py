@@ -37,7 +37,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InputProcessor:
-    """Converts requests to sequences, on the callers' threads. The engine then adds LoRA adapters.
+    """Converts requests to sequences, on the callers' threads. The engine sets `Sequence.adapters`.
 
     `entropy` is mixed into random seeds. `vision_error` says why the model's projector is not used.
     """
@@ -224,7 +224,7 @@ class InputProcessor:
 
 _REPO = "repository\n"
 _FILE = "file\n"
-#: Precedes a file in fill-in-the-middle prompts of models without a token for files.
+#: Line before each file in fill-in-the-middle prompts, if the model has no token for files.
 _RULE = "\n\n--- {name} ---\n\n"
 
 

@@ -48,8 +48,8 @@ class ChunkSizer:
     def token_budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
         """Return how many prompt tokens to add to a batch with `n_decoding` tokens of decodes.
 
-        `room` more tokens fit. `pending` has the number of tokens left of each prompt. If all prompts
-        are short, the batch stays small, so that its results equal those of unbatched prefill.
+        `room` more tokens fit into it. `pending` has the number of tokens left of each prompt. If all
+        prompts are short, the batch stays small, so that its results equal those of unbatched prefill.
         """
         longest = max(pending, default=0)
         budget = room

@@ -35,7 +35,7 @@ FLUSH_S = 30.0
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
-    """Return the sequences that load blocks, without prefill-only ones while other requests prefill."""
+    """Return the sequences that load blocks. Prefill-only ones are left out while another prefills."""
     is_awaited = any(s.is_started and not (s.is_decoding or s.is_prefill_only) for s in running)
     return [s for s in running if s.is_loading_blocks and not (is_awaited and s.is_prefill_only)]
 
@@ -208,7 +208,7 @@ class Prefixes:
             self._closing_threads.pop().join()
 
     def save_checkpoint(self, seq: Sequence) -> None:
-        """Save a recurrent-state checkpoint of `seq`, if one belongs after its present tokens."""
+        """Save a recurrent-state checkpoint of `seq`, if its present length needs one."""
         n_past = seq.n_past
         if not seq.request.cache_prompt or seq.n_past_whole < n_past:
             return

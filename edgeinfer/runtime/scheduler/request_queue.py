@@ -18,9 +18,9 @@ _MIN_SAVED_TOKENS = 32
 
 
 class RequestQueue:
-    """The waiting and the running requests; at most `n_parallel` requests run.
+    """The requests of an engine: `waiting` ones, and at most `n_parallel` admitted ones in `running`.
 
-    A running request is started as soon as cells are free for it. `n_ended` counts ended requests.
+    An admitted request is started as soon as cells are free for it. `n_ended` counts ended requests.
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:

@@ -37,8 +37,9 @@ _BATCH_TOKENS = 64
 def measure(argv: list[str]) -> dict[str, float]:
     """Measure a model's perplexity; return figures by name, such as "perplexity".
 
-    `argv` has the program's arguments: MODEL TEXT [TOKENS [COMPARED]]. Raises ModelLoadError,
-    OutOfMemoryError, DecodeError; UsageError if the text is too short or the vocabularies differ.
+    `argv` is MODEL TEXT [TOKENS [COMPARED]]: the files of a model and of a text, the maximum number of
+    tokens, and the file of a second model to compare. Raises ModelLoadError, OutOfMemoryError,
+    DecodeError; UsageError if the text is too short or the vocabularies differ.
     """
     limit = (int(argv[2]) if len(argv) > 2 else 0) or _WINDOW_TOKENS
     models = [open_model((name,)) for name in (argv[0], *filter(None, argv[3:4]))]
