@@ -50,7 +50,7 @@ class AnswerWriter(CollectedAnswer):
         self._repeats = False
 
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
-        """Return a receipt of the answer for `edgeinfer verify`, signed if there is a `key`.
+        """Return a receipt, with which `edgeinfer verify` checks the answer; signed if `key` is set.
 
         Returns a Refusal with the reason if no receipt can be made, e.g. of an unfinished answer.
         """
@@ -83,7 +83,7 @@ class AnswerWriter(CollectedAnswer):
         return new
 
     def stop(self) -> None:
-        """Ask the engine to stop generating; the text so far is kept."""
+        """Ask the engine to stop generating; the answer keeps its text so far."""
         self.generation.cancel()
 
     def fail(self, error: EdgeInferError) -> Turn:

@@ -36,7 +36,7 @@ _PATH = re.compile(r"/|\.\w*[a-zA-Z]\w*$")
 
 
 def mentions(text: str) -> list[str]:
-    """Return each name after `@` in `text` once: `notes.txt` of `@notes.txt`, `ann` of `@ann`."""
+    """Return the names after `@` in `text`, each once: ["notes.txt", "ann"] for `@notes.txt @ann`."""
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
@@ -54,7 +54,7 @@ def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Return the mentioned paths (`@docs/a`) that do not exist; the model gets only their names."""
+    """Return the mentioned paths (`@docs/a`) that do not exist, and so cannot be attached."""
     paths = [name for name in mentions(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 

@@ -38,7 +38,7 @@ class FrontEnd(Protocol):
         """Show text of the app, e.g. the result of a command."""
 
     def show_changed(self) -> None:
-        """Show the open conversation again: a command changed it, or opened another conversation."""
+        """Show the open conversation again, after a command has changed it or opened another one."""
 
     def show_answer(self, answer: AnswerWriter) -> None:
         """Show an answer while it is generated, until it ends."""
@@ -47,13 +47,13 @@ class FrontEnd(Protocol):
         """Show an edited question, `turn`, and generate an answer to it."""
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        """Put `text` into the input field. `editing`: id of the question that the text will replace."""
+        """Put `text` into the input field. `editing`: id of the question that is edited, if any."""
 
     def attach(self, attachment: Attachment) -> None:
         """Attach a file to the next question."""
 
     def copy(self, text: str, label: str) -> None:
-        """Copy `text` to the clipboard, or print it. `label` describes the text in a message."""
+        """Copy `text` to the clipboard, or print it. `label` names the text, e.g. "the answer"."""
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
         """Load the model `name` ("": the present one) with a context of `n_ctx` tokens, if given."""
@@ -61,7 +61,7 @@ class FrontEnd(Protocol):
     def follow_model(self) -> None:
         """Load the model of a conversation that was just opened.
 
-        If that fails, the user is told that the model loaded before answers.
+        If that fails, tell the user that the previous model answers.
         """
 
     def pick_model(self) -> None: ...
@@ -82,7 +82,7 @@ class FrontEnd(Protocol):
     def edit_outside(self) -> None: ...
 
     def summarise(self, first_sent: Turn) -> None:
-        """Let the model summarise the turns before `first_sent`; then send only the summary."""
+        """Let the model summarise the turns before `first_sent`; then send the summary instead."""
 
     def leave(self) -> None: ...
 
@@ -100,7 +100,7 @@ _FRONT_END_METHODS = {
 
 
 class Commander:
-    """Runs `/` commands. `deleted`: id of the conversation that `/undo` restores; None for none."""
+    """Runs `/` commands. `deleted`: id of the conversation that `/undo` can restore, None if none."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Commander:
             self.front.use_model("", int(argument))
         elif argument:
             message = f"a context is a number of tokens up to {_MAX_CTX:,}, e.g. /ctx 4096"
-            raise UsageError(message, hint="`/ctx 0` chooses the length by the free memory")
+            raise UsageError(message, hint="`/ctx 0` chooses the longest that fits into memory")
         else:
             size = f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
             self.front.show_text(size)
@@ -222,7 +222,7 @@ class Commander:
         blocks = code_blocks(answer.content)
         if word != "code" or (number and not number.isdecimal()):
             problem = f"/copy cannot copy {argument!r}"
-            raise UsageError(problem, hint="`/copy`, `/copy code`, `/copy code 2` or `/copy all`")
+            raise UsageError(problem, hint="type `/copy`, `/copy code`, `/copy code 2` or `/copy all`")
         if not blocks:
             raise UsageError("the last answer contains no code", hint="`/copy` copies the answer")
         index = int(number) if number else len(blocks)
@@ -294,7 +294,7 @@ class Commander:
         self.front.show_text("Deleted. `/undo` restores it.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a stored conversation; a new one replaces it if it is open. Raises EdgeInferError."""
+        """Delete a stored conversation; if it was open, begin a new one. Raises EdgeInferError."""
         if not conversation_id:
             raise UsageError("this conversation is not stored yet", hint="ask a question first")
         self.session.store.delete(conversation_id)
@@ -309,8 +309,8 @@ class Commander:
     def undelete(self) -> int:
         """Restore the conversation deleted last; return its id. Raises UsageError if there is none."""
         if self.deleted is None:
-            problem = "there is no conversation to restore that was deleted in this chat"
-            raise UsageError(problem, hint="`/sessions` lists the conversations that are stored")
+            problem = "this chat has deleted no conversation that can be restored"
+            raise UsageError(problem, hint="`/sessions` lists the stored conversations")
         conversation_id = self.deleted
         self.session.store.undelete(conversation_id)
         self.deleted = None

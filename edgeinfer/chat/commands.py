@@ -93,7 +93,7 @@ BY_NAME: dict[str, SlashCommand] = {name: c for c in COMMANDS for name in (c.nam
 
 
 def is_command(line: str) -> bool:
-    """Return whether `line` is one line with a command, `/word`. `//` and paths (`/usr/bin`) are text.
+    """Return whether `line` is one line that begins with `/word`, but not `//` or a path (`/usr/bin`).
 
     Returns True for two joined commands (`/receipt/stats`), so that `parse` reports the mistake.
     """
@@ -120,7 +120,7 @@ def parse(line: str) -> TypedCommand:
 
 
 def help_text() -> str:
-    """Return every command with its argument and summary, one per line, in two columns."""
+    """Return the help: a line for each command, with its argument and its summary."""
     width = max(len(c.usage) for c in COMMANDS)
     return "\n".join(f"{c.usage:<{width}}  {c.summary}" for c in COMMANDS)
 
@@ -132,7 +132,7 @@ LIMIT = 60
 
 
 class CommandCompletion(msgspec.Struct, frozen=True):
-    """A completion: `text` replaces the `length` characters before the cursor.
+    """A completion: `text` replaces the `length` characters before the cursor; the list shows `label`.
 
     `whole`: the typed text may be complete already, so Enter sends that text, and only Tab inserts the
     completion.

@@ -12,7 +12,7 @@ from edgeinfer.runtime.events import Event, Finished, TextDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
-#: Maximum share of the context that the remaining turns fill once older turns are dropped.
+#: After older turns are dropped, the remaining turns fill at most this share of the context.
 KEEP_SHARE = 0.5
 
 #: Number of tokens that stay free for a question and its answer when a text is cut to fit.
@@ -42,7 +42,7 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
     _, sent = sent_part(path)
     questions = [i for i, turn in enumerate(sent) if turn.role == "user"]
     if len(questions) < 2:
-        problem = "no turn is old enough to drop or summarise"
+        problem = "there is no turn before the last question to drop or summarise"
         raise UsageError(problem, hint="begin a new conversation: `/new`")
     room = int(engine.info.n_ctx * KEEP_SHARE)
     for index in questions[1:]:
@@ -61,7 +61,7 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
 
 
 def larger_context(engine: Engine, n_tokens: int) -> int:
-    """Return a longer context (tokens) for `n_tokens` and an answer; 0 if the model supports none."""
+    """Return a larger context (tokens) for `n_tokens` and an answer; 0 if the model supports none."""
     n_ctx = 1 << (n_tokens + ANSWER_TOKENS).bit_length()
     return n_ctx if engine.info.n_ctx < n_ctx <= engine.info.n_ctx_train else 0
 
@@ -73,7 +73,7 @@ def fitting_start(engine: Engine, text: str) -> str:
 
 
 def summary_text(events: Sequence[Event]) -> str:
-    """Return the summary in a generation's events. Raises InterruptedByUser if it was cancelled."""
+    """Return the summary in a generation's events. Raises InterruptedByUser if the user stopped it."""
     if any(isinstance(event, Finished) and event.reason == "cancelled" for event in events):
         raise InterruptedByUser("the summary was stopped, so the model still gets every turn")
     return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()

@@ -40,7 +40,7 @@ SCHEMA = "edgeinfer-conversation/1"
 
 
 def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Return a branch as Markdown, with reasoning in folded `<details>` elements."""
+    """Return the turns of a branch as Markdown, with reasoning in folded `<details>` elements."""
     parts = [
         f"# {conversation.title or 'Conversation'}",
         f"*{conversation.model}, {datetime.date.fromtimestamp(conversation.created_ms / 1000)}*",
@@ -65,7 +65,7 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Return turns as indented JSON; ids and parent ids tell which turns form a branch."""
+    """Return a conversation and its turns as JSON; `parent_id` is the id of the turn before."""
     values = {"conversation": conversation, "turns": turns}
     body = {"schema": SCHEMA, **msgspec.to_builtins(values)}
     return msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n"
@@ -82,7 +82,7 @@ def write(path: Path, text: str) -> Path:
         raise StoreError(f"{target} already exists", hint="give another file name") from error
     except OSError as error:
         problem = f"{target} cannot be written: {error.strerror}"
-        raise StoreError(problem, hint="give another path") from error
+        raise StoreError(problem, hint="name a file in a folder that you can write to") from error
     return target
 
 

@@ -106,7 +106,7 @@ def _tasks(state: Any) -> None:
 
 
 class GrowingMarkdown:
-    """Parses Markdown that arrives in pieces, into the same blocks as if it arrived at once."""
+    """Parses Markdown that arrives in pieces, into the same blocks as the whole text at once."""
 
     def __init__(self) -> None:
         self._open = ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelChoice(ModelSummary, frozen=True, kw_only=True):
-    """A model in the picker. `fit` is None if the size of the model is unknown."""
+    """A model in the picker. `warm`: it has a snapshot. `fit` is None if the size is unknown."""
 
     warm: bool = False
     fit: Fit | None = None
@@ -62,7 +62,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
 
 
 def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
-    """Return the models that a first run offers to pull (0.2 s).
+    """Return the models that a first run offers to pull; takes 0.2 s.
 
     Returns [] if a model of `rows` is pulled already, or if the user named a model.
     """
@@ -83,8 +83,8 @@ def pull_first(
     """Pull the model `name`, or DEFAULT_MODEL if the source of `name` cannot be reached.
 
     The pulled model becomes `default-model` in config.toml. Returns the name of the pulled model, and a
-    note for the user if that is not `name` (otherwise ""). `cancel` stops the pull when it is set.
-    Raises the errors of `models.pull.pull`.
+    note for the user if that is not `name` (otherwise ""). `report` gets the progress; `cancel` stops
+    the pull when it is set. Raises the errors of `models.pull.pull`.
     """
     from edgeinfer.models.pull import pull  # imported here: the import takes 30 ms
 

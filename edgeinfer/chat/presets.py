@@ -37,7 +37,7 @@ def option(name: str) -> str:
 
 
 def value(name: str, text: str) -> Value:
-    """Parse the value of an option; None for `default`. Raises UsageError if the value is invalid."""
+    """Parse the value `text` of the option `name`; None for `default`. Raises UsageError."""
     option = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None
@@ -49,12 +49,12 @@ def value(name: str, text: str) -> Value:
 
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
-    """Return the model's sampling, overridden by the user's options."""
+    """Return the model's sampling, `base`, overridden by the user's options, `sampling`."""
     return with_options(base, {k: v for k, v in sampling.items() if k in Sampling.__struct_fields__})
 
 
 def describe(sampling: Mapping[str, Value]) -> str:
-    """Return `temperature 0.3, top-p 0.9`, or "the model's own" if nothing is set."""
+    """Return e.g. `temperature 0.3, top-p 0.9`; "the model's own" if no option is set."""
     options = (f"{k.replace('_', '-')} {v:g}" for k, v in sampling.items() if v is not None)
     return ", ".join(options) or "the model's own"
 

@@ -70,8 +70,8 @@ class Repl:
     def run(self) -> None:
         """Chat until the input ends or the user leaves.
 
-        Unless both streams are terminals, the first error is raised at the end of the chat; an error
-        of loading the model is raised at once.
+        Unless both streams are terminals, the first error is raised: an error of loading the model at
+        once, any other one at the end of the chat.
         """
         start = describe_start(self.setup.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
@@ -284,7 +284,7 @@ class Repl:
         self.show_text(text)
         self._write("? ")
         with contextlib.suppress(OSError):  # `select` fails for a StringIO, and on Windows
-            # after a stop of the tool call, a blocking read would go on and take the user's next line
+            # do not block in a read: after a stop of the call, it would take the user's next line
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass
         if stop is not None and stop.is_set:
@@ -434,14 +434,15 @@ class Repl:
 
     def use_theme(self, name: str) -> None:
         if not name:
-            raise UsageError("the plain chat has no colours", hint="`/theme NAME` sets the app's theme")
+            hint = "`/theme NAME` sets the colours of the Textual app"
+            raise UsageError("the plain chat has no colours", hint=hint)
         save(("chat", "theme"), name)
         self.show_text("The Textual app will use this theme.")
 
     def edit_outside(self) -> None:
         raise UsageError(
             "the plain chat has no editor",
-            hint="type the text here; a `\\` at the end of a line lets you type another",
+            hint="type the text here; end a line with `\\` to continue on the next line",
         )
 
     def summarise(self, first_sent: Turn) -> None:

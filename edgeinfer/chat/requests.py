@@ -28,7 +28,7 @@ class PromptContext:
     tools: ChatTools | None
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """Convert a branch to messages. Raises InvalidRequestError if a picture cannot be decoded."""
+        """Convert turns to messages. Raises InvalidRequestError if a picture cannot be decoded."""
         summary, sent = sent_part(list(turns))
         of_model = self.engine.info.system_prompt if self.engine else ""
         told = f"Summary of the conversation so far:\n{summary}" if summary else ""

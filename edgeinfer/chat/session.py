@@ -92,7 +92,7 @@ class ChatSession:
 
     @property
     def question(self) -> Turn | None:
-        """Latest question of the branch, None if there is none."""
+        """Last question of the open branch, None if there is none."""
         return next((turn for turn in reversed(self.path) if turn.role == "user"), None)
 
     def last_stats(self, model: str) -> Stats | None:
@@ -104,7 +104,7 @@ class ChatSession:
     def retries_after_shortening(self) -> bool:
         """Return whether the last answer failed before its first token, and turns were dropped since.
 
-        The front end then answers the last question again.
+        If so, the front end answers the last question again, with the shorter prompt.
         """
         failed = self.head is not None and self.head.failed_without_text
         return failed and any(t.cut_summary is not None for t in self.path)
@@ -314,7 +314,7 @@ class ChatSession:
     def regenerate(self) -> AnswerWriter:
         """Answer the last question again; earlier answers stay as alternatives.
 
-        Returns the answer, and raises errors, as `begin_answer` does.
+        The result and the errors are those of `begin_answer`.
         """
         question = self.question
         if question is None:
@@ -324,7 +324,7 @@ class ChatSession:
     def continue_answer(self) -> AnswerWriter:
         """Let the model continue the last answer. Raises UsageError if that answer was not cut off.
 
-        Returns the answer, and raises other errors, as `begin_answer` does.
+        The result and the other errors are those of `begin_answer`.
         """
         head = self.head
         is_cut = head is not None and head.role == "assistant" and head.status in CONTINUABLE
@@ -348,8 +348,8 @@ class ChatSession:
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # the id is not enough: a new file begins with id 1 again, and permissions that were given in
-        # the old file must not apply
+        # permissions to call tools belong to this pair, not to the id: a new file begins with id 1
+        # again, and permissions that were given in the old file must not apply
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:
@@ -441,7 +441,7 @@ class ChatSession:
         """Return the engine. Raises UsageError during an answer, EngineClosedError if there is none."""
         self.refuse_busy()
         if self.engine is None:
-            raise EngineClosedError("the model is not loaded", hint="wait, or `/model` picks one")
+            raise EngineClosedError("the model is not loaded", hint="wait, or choose one: `/model`")
         return self.engine
 
     def _add_user(self, text: str, attachments: Sequence[Attachment], parent_id: int | None) -> Turn:
@@ -494,7 +494,7 @@ class ChatSession:
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn_id)
 
     def fork(self) -> None:
-        """Copy the branch into a new conversation and open that. Raises UsageError if it is empty."""
+        """Copy the open branch into a new conversation, and open that. Raises UsageError if empty."""
         turns = self.path
         if not turns:
             raise UsageError("there is nothing to fork yet", hint="ask something first")
@@ -522,7 +522,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request that sending `text` would cause; None if it would contain no turn.
+        """Return the request that sending `text` would cause; None if nothing would be sent.
 
         `editing`: id of the question that the text would replace.
         """

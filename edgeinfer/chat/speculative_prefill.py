@@ -39,8 +39,8 @@ class PrefillRequest:
 class SpeculativePrefill:
     """Prefills the typed question before it is sent, at the lowest priority, one prefill at a time.
 
-    `cached_tokens` is how many tokens of that prompt are in the KV cache, as last reported by the
-    engine.
+    `cached_tokens` is how many tokens of the prompt with this question are in the KV cache, as last
+    reported by the engine.
     """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,10 +60,10 @@ class SpeculativePrefill:
         """Prepare a prefill if the input has changed; return whether to call `start`.
 
         The chat calls this several times per second. While the user types, prefills begin at least
-        `TYPING_INTERVAL_S` apart; after a pause, the next one begins at once. Only whole words are
+        `TYPING_INTERVAL_S` apart; once the user pauses, a prefill begins at once. Only whole words are
         prefilled, and nothing while an answer is generated. Appended text does not cancel a running
-        prefill, because fast typing would otherwise cancel every one. `editing`: id of the question
-        that the text will replace.
+        prefill, because fast typing would cancel all of them. `editing`: id of the question that the
+        text will replace.
         """
         if not self.enabled:
             return False

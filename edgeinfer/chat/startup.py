@@ -43,7 +43,7 @@ class ChatSetup:
     with_tools: bool = False
 
     def tools(self) -> ChatTools:
-        """Return the configured tools. Raises UsageError if none are configured, ConfigError."""
+        """Return the configured tools. Raises UsageError if there are none, ConfigError if invalid."""
         from edgeinfer.tools.loop import ChatTools  # imported here: most chats have no tools
 
         return ChatTools(self.host.config.tools, Path.cwd())

@@ -293,7 +293,7 @@ def test_warnings_of_the_model_are_shown(tmp_path):
 
 def test_one_question_is_too_new_to_summarise(tmp_path):
     out, _ = talk(tmp_path, "Hi", "/summarise", "/quit")
-    assert "Error: no turn is old enough to drop or summarise\nNext: begin a new" in out
+    assert "Error: there is no turn before the last question to drop or summarise\nNext: begin" in out
 
 
 def test_script_continues_after_an_error_and_ends_with_it(tmp_path):

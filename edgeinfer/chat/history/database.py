@@ -75,10 +75,10 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
     """Migrate `db` (in autocommit mode) to the newest schema, and return its number.
 
-    `name` is the path of the file. The file is first copied to `NAME.schema-N`, because older versions
-    of edgeinfer cannot read a migrated file. Foreign keys are off afterwards. Raises StoreError if a
-    newer edgeinfer made the file, sqlite3.Error if a statement fails. After an error, the file is
-    unchanged.
+    `name` is the path of the file, `scripts` the migrations (None: all). The file is first copied to
+    `NAME.schema-N`, because older versions of edgeinfer cannot read a migrated file. Foreign keys are
+    off afterwards. Raises StoreError if a newer edgeinfer made the file, sqlite3.Error if a statement
+    fails. After an error, the file is unchanged.
     """
     scripts = migrations() if scripts is None else scripts
     if (reached := _schema(db)) == len(scripts):

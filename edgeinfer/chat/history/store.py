@@ -171,7 +171,7 @@ class ConversationStore:
             n_restored = self.db.execute(sql, (conversation_id,)).rowcount
         if not n_restored:
             problem = f"conversation {conversation_id} was deleted more than a day ago"
-            raise StoreError(problem, hint="restore a deleted conversation within a day")
+            raise StoreError(problem, hint="`/undo` restores a conversation only within a day")
 
     def add(self, turn: Turn) -> Turn:
         """Store a new turn as the last one of the open branch; return it with its id and time."""
@@ -271,7 +271,7 @@ class ConversationStore:
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Delete conversations for good, also in copies, unless restored. Raises StoreError."""
+        """Delete conversations and their copies for good, unless restored. Raises StoreError."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
             database.delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")
@@ -279,20 +279,20 @@ class ConversationStore:
         database.clean_copies(self.name, purged)
 
     def change_count(self) -> tuple[int, int]:
-        """Return a value that differs after each write of any process (6 µs)."""
+        """Return a value that changes at each write of any process (read in 6 µs)."""
         with store_errors(self.name):
             return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     def newest_change(self) -> tuple[int, int]:
-        """Return a value that differs after a conversation was added, changed or deleted."""
+        """Return a value that changes when a conversation is added, changed or deleted."""
         sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
         ((newest, number),) = self._rows(sql)
         return newest or 0, number
 
     def conversation_version(self, conversation_id: int) -> tuple[Any, ...] | None:
-        """Return a value that differs after each write to a conversation; None if it is deleted.
+        """Return a value that changes with each write to a conversation; None if it is deleted.
 
-        The value stays the same when only a piece of an answer is appended.
+        Only text that is appended to a streaming answer does not change the value.
         """
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
@@ -302,7 +302,7 @@ class ConversationStore:
         return (*rows[0], self.is_answering(conversation_id)) if rows else None
 
     def pieces(self, turn_id: int, after: int) -> list[tuple[int, str, str]]:
-        """Return the pieces of a streaming answer after the id `after`: (id, content, reasoning)."""
+        """Return the pieces (id, content, reasoning) of a streaming answer with an id above `after`."""
         sql = "SELECT id, content, reasoning FROM journal WHERE turn_id = ? AND id > ? ORDER BY id"
         return self._rows(sql, turn_id, after)
 
@@ -416,7 +416,7 @@ def _read(kind: type[T], row: Sequence[Any]) -> T:
 
 
 def match_query(text: str) -> str:
-    """Return SQLite's full-text query for the words of `text`, the last a prefix; "" for no words."""
+    """Return an SQLite full-text query for words of `text`, the last one a prefix; "" for no words."""
     terms = _WORD.findall(text)
     return " ".join(f'"{w}"' for w in terms) + "*" if terms else ""
 
@@ -426,7 +426,7 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
 
     Errors are ignored, because the next purge tries again. Cached prefixes are deleted first: if the
     process is killed after that, the next purge still finds the conversations. Without `open_store`,
-    nothing happens if the file has another schema than this version's.
+    the default file is purged, but only if it already has this version's schema.
     """
     if open_store is None and not database.is_current(store_path()):
         return

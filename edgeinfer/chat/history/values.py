@@ -67,7 +67,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A question or an answer. `parent_id` is the turn before it.
+    """A question or an answer. `parent_id` is the id of the previous turn, None for the first.
 
     If `cut_summary` is not None, the model gets this summary instead of the earlier turns. An answer
     with tool `calls` is followed by another answer, which the model writes with the calls' results.
@@ -121,7 +121,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation. `sampling` has the options that the user set; `draft` is text not yet sent.
 
-    `head_id` is the last turn of the open branch. `tools`: whether the web page offers tools.
+    `head_id` is the last turn of the open branch. `tools`: whether tools are on (web page only).
     """
 
     id: int = 0
@@ -142,7 +142,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A conversation in a list: `turns` counts questions; `snippet` is text around searched words."""
+    """A conversation in a list. `turns` counts questions; `snippet` is text around found words."""
 
     id: int
     title: str
@@ -179,7 +179,7 @@ def siblings(turns: Turns, turn_id: int) -> list[Turn]:
 
 
 def newest_leaf(turns: Turns, turn_id: int) -> int:
-    """Return the id of the last turn of the newest branch through `turn_id`."""
+    """Return the id of the last turn of the newest branch that contains `turn_id`."""
     children: dict[int, int] = {}
     for turn in turns.values():
         if turn.parent_id is not None:
@@ -191,7 +191,7 @@ def newest_leaf(turns: Turns, turn_id: int) -> int:
 
 
 def sent_part(branch: list[Turn]) -> tuple[str, list[Turn]]:
-    """Return what requests contain of a branch: a summary of dropped turns ("": none), other turns."""
+    """Return the summary of dropped turns ("" for none), and the turns that requests contain."""
     for index in range(len(branch) - 1, -1, -1):
         summary = branch[index].cut_summary
         if summary is not None:
