@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class AppFrontEnd:
-    """Runs `/` commands on the chat screen. Other screens are imported when they are first opened."""
+    """Runs `/` commands on the chat screen. Other screens are imported on first use."""
 
     app: App[Any]
     setup: ChatSetup
@@ -242,8 +242,8 @@ def _edit(app: App[Any], text: str) -> str:
         _run_editor(app, [*command, name])
         return path.read_text("utf-8").rstrip("\n")
     except (FileNotFoundError, UnicodeDecodeError) as error:
-        message = f"{command[0]} did not save UTF-8 text; the text was not changed"
-        raise UsageError(message, hint="save UTF-8 text under the file's name") from error
+        message = f"{command[0]} saved no UTF-8 text, so the typed text is unchanged"
+        raise UsageError(message, hint="save the file as UTF-8, under the same name") from error
     finally:
         path.unlink(missing_ok=True)
 
@@ -289,7 +289,7 @@ class TurnActions:
         self._view.refresh_status()
 
     def act(self, action: str) -> None:
-        """Run `action` on the selected turn, if there is one; show the error if it fails."""
+        """Run `action`, e.g. "copy", on the selected turn, if any; show the error if it fails."""
         entry = self._transcript.selection
         if isinstance(entry, TurnEntry):
             self._front.attempt(lambda: self._act(action, entry))

@@ -37,7 +37,7 @@ class Answering:
 
     @dataclass
     class ContextFull(Message):
-        """Posted when the context is full: the user must choose what to leave out."""
+        """Posted when the context is full: the user must choose which turns to leave out."""
 
         error: EdgeInferError
 
@@ -52,7 +52,7 @@ class Answering:
         self.unanswered = 0
 
     def answer_question(self) -> None:
-        """Answer the question at the end of the branch. If no model is loaded, load it first."""
+        """Answer the last question of the open branch. If no model is loaded, load it first."""
         if self._session.engine is None:
             self.unanswered = self._session.conversation.head_id or 0
             self._view.loader.start(self._view.model)
@@ -195,7 +195,7 @@ class Answering:
         return typed.get()
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show the progress of a tool call. Thread-safe."""
+        """Show the text `progress` about a tool call; "" if the call has ended. Thread-safe."""
         self._view.transcript.call_later(self._show_progress, use, progress)
 
     def _show_card(self, text: str, typed: SimpleQueue[str | None], running: Stop) -> None:
@@ -216,7 +216,7 @@ class Answering:
         self._view.refresh_status()
 
     def take_decision(self, text: str) -> bool:
-        """Pass typed text to the tool call that waits for approval; return False if no call waits."""
+        """Take `text` as the user's decision on a waiting tool call; return False if none waits."""
         typed, self._typed = self._typed, None
         if typed is not None:
             self._view.calling = "calling…"
@@ -227,7 +227,7 @@ class Answering:
         self._view.transcript.post_message(self.ContextFull(error))
 
     def summarise(self, first_sent: Turn) -> None:
-        """Replace the turns before `first_sent` in requests by a summary; answer the last question."""
+        """Let the model summarise the turns before `first_sent`, then answer the last question."""
         if self._view.summarising is not None:
             return
         engine = self._session.idle_engine()

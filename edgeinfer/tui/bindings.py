@@ -12,7 +12,8 @@ Where = Literal["chat", "composer", "turn", "models", "sessions"]
 class Key(NamedTuple):
     """A key binding in the part `where` of the chat. Commas separate alternative `keys`.
 
-    `priority`: the keys also work while a text field has the focus.
+    `action` is Textual's name of the action. `priority`: the keys also work while a text field has the
+    focus.
     """
 
     id: str

@@ -37,14 +37,14 @@ class Composer(TextArea):
 
     @dataclass
     class Sent(Message):
-        """Posted when the user presses Enter."""
+        """Posted when the user presses Enter. `editing`: id of the question that `text` replaces."""
 
         text: str
         editing: int | None
 
     @dataclass
     class Choosing(Message):
-        """Posted while completions are shown: -1 selects the previous, 1 the next, 0 accepts."""
+        """Posted while completions are shown. `step`: 1 is the next, -1 the previous one, 0 accepts."""
 
         step: int
 
@@ -190,7 +190,7 @@ class Composer(TextArea):
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > _LONG_PASTE or event.text.count("\n") >= _LONG_PASTE_LINES:
-            # otherwise Textual also calls TextArea's handler, which inserts the text
+            # without this, Textual would also call TextArea's handler, which inserts the text
             event.prevent_default()
             self.post_message(self.Pasted(event.text))
         elif mention := attachments.dropped_picture(event.text):
@@ -199,7 +199,7 @@ class Composer(TextArea):
 
 
 class Queue:
-    """Messages sent during an answer. Each waits, shown in `line`, for the end of the answer before."""
+    """Messages typed during an answer, which are sent after the answer. `line` shows them."""
 
     def __init__(self, line: Static, composer: Composer) -> None:
         self._line = line
@@ -217,7 +217,7 @@ class Queue:
         return text
 
     def take_back(self) -> bool:
-        """Move the newest message into the input field, before the text; return False if none waits."""
+        """Put the newest message before the text in the input field; return False if none waits."""
         if not self._waiting:
             return False
         self._composer.fill(self._waiting.pop(), self._composer.text)
@@ -330,7 +330,7 @@ class AttachmentList:
         self.show()
 
     def show(self) -> None:
-        """Show the attachments in the line; hide the line if there are none."""
+        """Show the attachments in `line`, which is hidden if there are none."""
         self.unnamed = [self._count_tokens(a) for a in self.unnamed]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0

@@ -25,7 +25,7 @@ from edgeinfer.tui.textual_internals import XTermParser
 
 
 class TerminalDriver(LinuxDriver):
-    """Textual's LinuxDriver on the terminal that `claim_terminal` returned."""
+    """Textual's LinuxDriver, which draws on `out`, the terminal that `claim_terminal` returned."""
 
     out: ClassVar[TextIO | None] = None
 
@@ -59,14 +59,14 @@ class TerminalDriver(LinuxDriver):
         return count[0]
 
     def ready(self) -> None:
-        """Let the input thread begin to read keys. Called once a widget can receive keys."""
+        """Let the input thread begin to read keys. Called when the first widget can receive keys."""
         self._is_ready.set()
 
     def run_input_thread(self) -> None:
         """Read keys until `exit_event` is set.
 
-        Textual's method may end 0.1 s later; this one ends at once. Bytes that are not UTF-8 are
-        accepted. If the terminal is closed, the app ends without an error.
+        Textual's method ends up to 0.1 s after that; this one ends at once. Bytes that are not UTF-8
+        are accepted. If the terminal is closed, the app ends without an error.
         """
         self._waker = os.pipe()
         poller = select.poll()
@@ -112,7 +112,7 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
-            # the reading thread does not close the pipe, because it may end before the write above
+            # closed here, not by the reading thread, which may end before a byte is written to the pipe
             for fd in self._waker or ():
                 os.close(fd)
             self._waker = None

@@ -9,7 +9,7 @@ from typing import Any
 from textual.app import App
 from textual.events import Event
 
-#: How many times, after each key, the class waits for the queues of the focused widget, the screen and
+#: How many times, after each key, KeyOrder waits for the queues of the focused widget, the screen and
 #: the app. The rounds handle the key, the message of its action (`Sent`), the message of a change that
 #: follows (`Changed`), and the result of a dialog that the key closes.
 _ROUNDS = 4
@@ -30,7 +30,7 @@ class KeyOrder:
         self.is_idle = True
 
     async def add(self, event: Event) -> None:
-        """Dispatch a key or paste, now or after the earlier ones."""
+        """Dispatch a key or paste, after earlier ones that still wait."""
         self._waiting.append(event)
         if self.is_idle:
             await self._dispatch_next()

@@ -81,7 +81,7 @@ class Transcript(ScrollView, can_focus=True):
         self._relayout()
 
     def update_entry(self, entry: Entry) -> None:
-        """Draw a changed entry again; cheap for the last one, which grows while an answer streams."""
+        """Draw a changed entry again; fast for the last one, which grows while an answer streams."""
         if self.entries and entry is self.entries[-1]:
             self._grow_last()
         elif entry in self.entries:
@@ -188,7 +188,7 @@ class Transcript(ScrollView, can_focus=True):
         local = row - (self._bottoms[index - 1] if index else 0)
         if local >= len(lines):
             return Strip.blank(width, self.rich_style)
-        # the cache key has no position, because equal lines look the same anywhere
+        # the line's position is not in the cache key, because equal lines look the same anywhere
         key = (lines[local], index == self.cursor)
         strip = self._strips.get(key)
         if strip is None:
@@ -266,7 +266,7 @@ class Transcript(ScrollView, can_focus=True):
         self.refresh()
 
     def toggle_fold(self, entry: Entry | None) -> bool:
-        """Fold or unfold the reasoning of an answer, or a long question; return False for a remark."""
+        """Fold or unfold a long question, or an answer's reasoning; return False for other entries."""
         if isinstance(entry, TurnEntry):
             entry.toggle()
             self._relayout()

@@ -40,8 +40,8 @@ from edgeinfer.tui.transcript import Transcript
 class StatusPart(NamedTuple):
     """A text in the status line.
 
-    On a narrow terminal, the part with the lowest `weight` is left out first. `shortens`: the text is
-    cut instead, if at least `_SHORTEST` cells of it remain.
+    On a narrow terminal, the part with the lowest `weight` is left out first; one that `shortens` is
+    only cut, if at least `_SHORTEST` cells of its text fit.
     """
 
     text: str
@@ -50,7 +50,7 @@ class StatusPart(NamedTuple):
     shortens: bool = False
 
 
-#: Minimum width (cells) of a terminal that shows the hint; a narrower one has room only for parts.
+#: Minimum width (cells) of a terminal that shows the hint; a narrower one shows only the parts.
 _LEAST_FOR_HINT = 60
 
 #: Minimum length (cells) of a shortened part; a part that would be shorter is left out.
@@ -93,11 +93,11 @@ def _length(parts: list[StatusPart]) -> int:
 
 
 class Loader:
-    """Loads models in threads. After a new load has begun, the end of an earlier one is ignored."""
+    """Loads models in threads. Once a new load begins, the result of an earlier one is ignored."""
 
     @dataclass
     class Ended(Message):
-        """Posted when a load has ended; `outcome` is the engine or the error."""
+        """Posted when the load with the number `serial` ends; `outcome` is the engine or the error."""
 
         serial: int
         model: str
@@ -120,7 +120,7 @@ class Loader:
         self._model = model
         self._serial += 1
         self.progress = f"loading {model}…"
-        # not a Textual worker, because the app would wait for its end
+        # a thread, not a Textual worker, because the app would not end before a worker
         arguments = (model, n_ctx, self._serial)
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
@@ -278,7 +278,7 @@ class ChatView:
         self.refresh_status()
 
     def show_session(self, *, stays: bool = False) -> None:
-        """Show the open branch and scroll to its end; with `stays`, keep the scroll position."""
+        """Show the open branch, and scroll to its end, or (`stays`) keep the scroll position."""
         transcript = self.transcript
         scroll_y = None if not stays or transcript.following else transcript.scroll_y
         entries = [self.entry(turn) for turn in self.session.path]
@@ -307,7 +307,7 @@ class ChatView:
                 self.transcript.update_entry(entry)
 
     def note_prompt(self, answer: AnswerWriter) -> None:
-        """Tell the host how much of the answer's prompt was cached; `edgeinfer ps` shows this."""
+        """Report how much of the answer's prompt was cached, which `edgeinfer ps` shows."""
         if answer.cache_report is not None:
             self._setup.host.note_prompt(answer.cache_report)
 
@@ -377,9 +377,9 @@ def answer_statistics(
 ) -> list[StatusPart]:
     """Return the status line's parts about the last answer: context, tokens/s, times, cached tokens.
 
-    If the last answer is not from `model`, there is only the context. While an answer streams, tokens/s
-    are left out, because `ChatView` shows them elsewhere. In a conversation that was opened and has no
-    new answer yet, `cached_tokens` is shown instead of tokens/s and times.
+    There is only the context if the last answer is not from `model`. Tokens/s are left out while an
+    answer streams, because `ChatView` then shows an estimate. `cached_tokens` replaces tokens/s and
+    times in a conversation that was opened and has no new answer yet.
     """
     stats, engine = session.last_stats(model), session.engine
     if stats is None or (streaming is not None and not streaming.tokens):

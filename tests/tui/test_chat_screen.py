@@ -810,7 +810,7 @@ async def test_editor_that_cannot_be_run_is_reported_and_the_text_stays(drive):
         ("/nosuch", "/nosuch cannot be started: No such file or directory"),
         ("/dev/null", "/dev/null cannot be started: Permission denied"),
         ("false", "false exited with 1"),
-        ("rm", "rm did not save UTF-8 text"),
+        ("rm", "rm saved no UTF-8 text"),
     ],
 )
 async def test_the_app_resumes_after_an_editor_fails(drive, monkeypatch, editor, said):

@@ -36,7 +36,7 @@ class Entry:
         return self._lines
 
     def height(self, width: int) -> int:
-        """Return the number of lines: exact once drawn at this width, otherwise an estimate."""
+        """Return the number of lines; an estimate until the entry is drawn at this width."""
         return len(self._lines) if width == self._width else self._estimate(width)
 
     def is_drawn(self, width: int) -> bool:
@@ -132,7 +132,7 @@ class AnswerEntry(TurnEntry):
         self.invalidate()
 
     def finish(self, turn: Turn, alternative: tuple[int, int]) -> None:
-        """Show the stored `turn`; all its lines are drawn again."""
+        """Show the stored `turn`. `alternative`: the second of three alternatives is (2, 3)."""
         self.turn = turn
         self.alternative = alternative
         self.streaming = False

@@ -40,7 +40,7 @@ class Line(NamedTuple):
         return [self.cut(a, b, strip=True) for a, b in itertools.pairwise(cuts)]
 
     def fold(self, width: int) -> list[Line]:
-        """Break the line every `width` cells, and keep all spaces, because the line is code."""
+        """Break a line of code every `width` cells; unlike `wrap`, keep all spaces."""
         text = self.text
         if len(text) <= width and cell_len(text) <= width:
             return [self]
@@ -55,7 +55,7 @@ class Line(NamedTuple):
         return [self.cut(a, b) for a, b in itertools.pairwise(cuts)]
 
     def cut(self, start: int, stop: int, *, strip: bool = False) -> Line:
-        """Return characters `start` to `stop` with their styles; `strip` removes blanks at the end."""
+        """Return characters `start` to `stop` - 1, with styles; `strip` removes blanks at the end."""
         piece = self.text[start:stop].rstrip() if strip else self.text[start:stop]
         piece_stop = start + len(piece)
         spans = ((max(a, start), min(b, piece_stop), style) for a, b, style in self.spans)
@@ -75,7 +75,7 @@ class Line(NamedTuple):
         return Line(prefix + self.text, moved, self.fill if fill is None else fill)
 
     def label_right(self, label: str, style: str, width: int) -> Line:
-        """Return the line with `label` at the right edge; unchanged if they do not fit into `width`."""
+        """Return the line with `label` at the right edge; unchanged if both do not fit into `width`."""
         gap = width - cell_len(self.text) - cell_len(label)
         if gap < 1:
             return self

@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 def dialog_frame(title: str, keys: str, *, small: bool = False) -> Vertical:
-    """Return a dialog's frame, with its title above and its keys below."""
+    """Return a dialog's frame, with `title` in its upper border and `keys` in its lower one."""
     frame = Vertical(classes="sheet -small" if small else "sheet")
     frame.border_title, frame.border_subtitle = title, keys
     return frame

@@ -40,8 +40,8 @@ _ROOM_FOR_ALL = 56
 class ModelScreen(ListScreen[str | None]):
     """Lists models; returns the name of the chosen one, None after Esc.
 
-    `first`: the model `requested` is not on this machine. `question` is what the user typed while a
-    model was pulled, for the chat's input field.
+    `first`: the chat needs the model `requested`, which is not on this machine. `question`: text that
+    the user typed while a model was pulled; the chat puts it into its input field.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("models")]
