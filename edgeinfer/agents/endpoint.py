@@ -39,7 +39,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
 
     def n_ctx(self, model: str) -> int:
-        """Return the context (tokens) of `model`, loaded if needed. Raises ServeError if that fails."""
+        """Return the context (tokens) of `model`, after loading it if necessary. Raises ServeError."""
         if not (n_ctx := self._loaded_n_ctx(model)):
             self.request("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
             n_ctx = self._loaded_n_ctx(model)
@@ -50,7 +50,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
-        """Return whether the endpoint answers HEAD `path`, sent without the key, with status 200.
+        """Return whether a HEAD request for `path`, without the API key, gets the status 200.
 
         Raises ServeError if the endpoint does not answer.
         """
@@ -62,7 +62,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Send a request; return the decoded JSON of the response.
 
         Raises ServeError if the endpoint does not answer with JSON, or answers with an error status.
-        /health may have an error status, because its JSON says more.
+        An error status of /health is accepted, because the JSON says why.
         """
         headers = {"content-type": "application/json"}
         if self.key:
@@ -77,7 +77,8 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.DecodeError as error:
             raise ServeError(f"{self.url} is not an edgeinfer endpoint") from error
         if response.status >= 400 and path != "/health":
-            hint = f"read the output of `serve`; `launch` writes it to {paths.state_dir() / _LOG_NAME}"
+            log = paths.state_dir() / _LOG_NAME
+            hint = f"read the output of `serve`, which is in {log} if `launch` started it"
             raise ServeError(f"{self.url} reports an error: {_message(value)}", hint=hint)
         return value
 
@@ -98,7 +99,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ServeError unless this user or root listens at `port`."""
         uids = tcp.listener_uids(port)
         if not uids:
-            raise ServeError(f"{self.url} is not your endpoint: no program here listens at that port")
+            raise ServeError(f"{self.url} is not your endpoint: no local program listens at that port")
         if uids - {os.getuid(), 0}:
             problem = f"{self.url} is not your endpoint: another user's program listens there"
             raise ServeError(problem, hint="`edgeinfer serve --port N` uses another port")

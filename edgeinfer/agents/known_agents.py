@@ -20,12 +20,12 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.platform.process import SignalHandlers, start_child
 
-#: Name of this endpoint in agents that have a list of model providers.
+#: Name under which agents with a list of model providers list this endpoint.
 PROVIDER = "edgeinfer"
 #: An answer may have at most `n_ctx // _ANSWER_SHARE` tokens, and at most `_ANSWER_TOKENS`.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
-#: Default of `Agent.room_tokens`: context (tokens) that is left for answers and tool results.
+#: Default of `Agent.room_tokens`: context (tokens) for answers and tool results.
 _ROOM_TOKENS = 4096
 #: Minimum value (tokens) of Claude Code's variable CLAUDE_CODE_AUTO_COMPACT_WINDOW.
 _CLAUDE_WINDOW = 100_000
@@ -53,9 +53,10 @@ _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 class Agent(NamedTuple):
     """A coding agent. `name` is its program on PATH, `install` the command that installs it.
 
+    `setup` returns arguments and variables for the program, and may write files into a folder.
     `first_tokens` is the length of the first request, in SmolLM2's tokens (other models: ± 20 %). If
     the context has less than `room_tokens` left after that request, the agent compacts its history at
-    once. `user_agent` is how its User-Agent header begins; "" if the header does not name the agent.
+    once. `user_agent` is the start of its User-Agent header; "" if the header does not name the agent.
     """
 
     name: str
@@ -224,7 +225,7 @@ def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("goose", "see https://github.com/aaif-goose/goose", 4_174, "goose/")
 def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Return environment variables, which override goose's configuration and keyring."""
+    """Return environment variables that override goose's configuration and keyring."""
     variables = {
         "GOOSE_PROVIDER": "openai",
         "GOOSE_MODEL": target.model,
@@ -260,7 +261,7 @@ def find_program(agent: Agent) -> str:
 
 
 def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> int:
-    """Run the agent; return its status, or 128 + signal number. Raises UsageError if it cannot run."""
+    """Run the agent; return its exit status (128 + number for a signal). Raises UsageError."""
     program = find_program(agent)
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
         own_arguments, variables = agent.setup(target, Path(folder))

@@ -30,9 +30,9 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """A rule of prompt normalization: text of system turns that matches `pattern` is moved to `to`.
+    """A rule of prompt normalization: text of system turns that matches `pattern` is moved or dropped.
 
-    A rule without a pattern has a function in this module instead.
+    `to` says where the text goes. A rule without a pattern has a function in this module instead.
     """
 
     name: PromptRule
@@ -86,7 +86,7 @@ _REMINDER = ("<system-reminder>", "</system-reminder>")
 #: Maximum number of stored reminders, and maximum number of characters of each.
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
-#: In Codex's user turn about its environment: the first tag, and the elements that name folders.
+#: The first tag of Codex's user turn about its environment, and the elements there that name folders.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
@@ -106,9 +106,9 @@ class PromptNormalizer:
     ) -> tuple[Turns, tuple[PromptRule, ...]]:
         """Return the normalized turns, and the names of the rules that changed them.
 
-        Requests of an unknown `user_agent` are not changed. A reminder (`Reminders`) that a client has
-        removed is restored if an earlier request with the same `cache_salt` had it; with None, which
-        means that the request stores no prefix, no reminder is restored.
+        Requests of an unknown `user_agent` are not changed. A reminder that a client has removed
+        is restored if an earlier request with the same `cache_salt` had it; none is restored if
+        `cache_salt` is None, i.e. if the request stores no prefix.
         """
         if not agent_of(user_agent):
             return tuple(turns), ()
@@ -120,7 +120,7 @@ class PromptNormalizer:
 
 
 class Reminders:
-    """Restores reminders that a client has removed from earlier turns.
+    """Restores reminders (`<system-reminder>` texts) that a client has removed from earlier turns.
 
     opencode's plan mode adds a reminder to the newest user turn, and removes the previous turn's. As a
     result, the previous turn and all later ones would be prefilled again. Reminders are restored only
@@ -278,9 +278,9 @@ def _with_content(turn: Message, content: str) -> Message:
 _FOLDER = re.compile(r"[Ww]orking directory: (/[^\n]*)|<cwd>(/[^<\n]*)</cwd>")
 _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_date>)[^\n]*")
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
-#: Agents name a project's memory folder by its path, in which they replace these characters by `-`.
+#: Matches the characters of a project's path that agents replace by `-` to name its memory folder.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
-#: Maximum number of characters between the last line that names the folder and the user's text.
+#: Maximum length (characters) of markup between the last line that names the folder and user text.
 _MARKUP = 80
 
 
@@ -289,7 +289,7 @@ def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) ->
 
     Only the folder, the day, and whether the folder is a git repository are replaced; a `text` that
     names no folder is returned unchanged. `launch` prefills the prediction while the agent starts.
-    Otherwise a new session of Codex with a 4B model takes at least three times as long to its first
+    Without this, a new session of Codex with a 4B model takes at least three times as long to its first
     token (decision 087). If the prediction is wrong, the prompt is prefilled from the difference on.
     """
     folders = _FOLDER.findall(text)

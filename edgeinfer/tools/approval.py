@@ -29,7 +29,7 @@ Choice = Literal["once", "conversation", "pattern", "no"]
 _PATTERN = re.compile(r"((?:\\.|[^\\()\s])+?)\.((?:\\.|[^\\().\s])+)(?:\((.*)\))?", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTALL)
 _ATOM = re.compile(r"\\?.", re.DOTALL)
-#: Characters that get a backslash in a proposed pattern: in a value, and in an argument's name.
+#: Match the characters that a proposed pattern escapes with a backslash: in values, and in names.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
 #: Matches a pattern for URLs: scheme, host with port, path.
 _URL_PATTERN = re.compile(r"((?:\\.|[\w.*+-])+)://([^/?#]*)([/?#].*)?", re.DOTALL)
@@ -37,8 +37,8 @@ _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
 #: Characters that can begin a second shell command. A value with `*` does not match an argument that
 #: contains one of these, except for a path or URL.
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Names of arguments that are paths. A proposed pattern is for the path's folder, and `*` matches no
-#: hidden name.
+#: Names of arguments that are paths. For these, a pattern with the path's folder is proposed, and `*`
+#: matches no hidden name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
 _LONGEST_PATH = 4096
@@ -46,14 +46,14 @@ _KEYS: dict[str, Choice] = {"y": "once", "yes": "once", "a": "conversation", "p"
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The user's decision about one call. The model gets the `reason` of a refusal."""
+    """The user's decision about one call. If it refuses the call, the model gets the `reason`."""
 
     choice: Choice
     reason: str = ""
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern of tool calls; its texts keep their backslashes.
+    """A parsed pattern of tool calls. `arguments` has pairs (name, pattern of the value).
 
     `is_bare`: the pattern is `SERVER.TOOL()`, which matches only calls without arguments.
     """
@@ -64,7 +64,7 @@ class Pattern(msgspec.Struct, frozen=True):
     is_bare: bool = False
 
     def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the pattern, listed in `allow`, matches the call exactly as it is spelled."""
+        """Return whether the pattern, if listed in `allow`, matches the call as it is spelled."""
         return (
             self._names(server, tool)
             and not (self.is_bare and arguments)
@@ -75,9 +75,9 @@ class Pattern(msgspec.Struct, frozen=True):
         )
 
     def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
-        """Return whether the pattern, listed in `deny`, matches the call in any spelling.
+        """Return whether the pattern, if listed in `deny`, matches the call in any spelling.
 
-        Relative paths belong to `folder`.
+        Relative paths in the call are resolved against `folder`.
         """
         return self._names(server, tool, re.IGNORECASE) and all(
             any(
@@ -120,7 +120,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _glob(pattern: str, text: str, flags: int = 0, wildcard: str = ".*") -> bool:
-    # not fnmatch, for which brackets and question marks in paths and commands are wildcards, too
+    # fnmatch is not used, because it takes brackets and question marks in paths for wildcards, too
     atoms = (wildcard if atom == "*" else re.escape(_literal(atom)) for atom in _ATOM.findall(pattern))
     return re.fullmatch("".join(atoms), text, flags | re.DOTALL) is not None
 

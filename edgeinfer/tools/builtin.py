@@ -54,9 +54,9 @@ def tool_info(
 
 
 class Builtin(ToolServer):
-    """A tool server in this process. Its method `_NAME(stop, **arguments)` runs the tool NAME.
+    """Base class of tool servers in this process. Thread-safe.
 
-    Thread-safe.
+    A subclass has a method `_NAME(stop, **arguments)` for each tool NAME.
     """
 
     #: The server's name in patterns of `allow` and `deny`, and in tool names such as `files__read`.

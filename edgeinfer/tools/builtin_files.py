@@ -36,7 +36,7 @@ _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Maximum number of pairs of equal lines for which a diff is computed, in up to 3 s.
+#: Maximum number of pairs of equal lines in two texts whose diff is computed (takes up to 3 s).
 _MAX_PAIRS = 10_000_000
 #: Time limit (s) of a search, and number of files for each run of grep.
 _GREP_S, _GREP_FILES = 10, 64
@@ -76,9 +76,9 @@ TOOLS = (
 class BuiltinFiles(Builtin):
     """The `enabled` file tools, with which the model reads and edits `folder`. Thread-safe.
 
-    `canonical` resolves the links in a path before the approval, whose patterns apply to the target.
+    Before the approval, `canonical` resolves links in the path, so that patterns apply to the real one.
     After the approval, the path is opened folder by folder without following links, because a command
-    in the sandbox may have replaced a folder by a link. (openat2 would not tell the link's target.)
+    in the sandbox may have replaced a folder by a link.
     """
 
     server = "files"
@@ -224,7 +224,7 @@ class BuiltinFiles(Builtin):
                     below.clear()
                 if self._is_own(folder):
                     below[:], names = [], []
-                # because of "", `stop` is checked in each folder, also in one without files
+                # "" is first, so that `stop` is checked also in a folder without files
                 for name in ("", *sorted(names)):
                     if stop.is_set:
                         raise StoppedError

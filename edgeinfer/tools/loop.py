@@ -26,9 +26,9 @@ from edgeinfer.tools.tool_use import STOPPED, Stop, StoppedError, ToolUse, safe_
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 
 _MOST_SHOWN = 4000
-#: Maximum number of rounds of calls per question, and of bytes of a result that the model gets.
+#: Maximum number of answers with calls per question, and of bytes of a result that the model gets.
 _MOST_ROUNDS, _MOST_RESULT_BYTES = 10, 32 << 10
-#: Lines and characters of a card's page on a terminal.
+#: Maximum number of lines and of characters of a page on which a `Card` is shown on a terminal.
 _PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_MORE = "the limit of calls is reached: answer with the results so far, without another call"
@@ -130,8 +130,7 @@ class CallFrontEnd(Protocol):
 class ChatTools:
     """The tools of a chat: lists them for requests, and runs the model's calls. Thread-safe.
 
-    `running.set()` stops the calls that `start` began; `running` is None if there are none. `close`
-    stops every call.
+    While calls of `start` run, `running` stops them; otherwise it is None. `close` stops all calls.
     """
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
@@ -155,12 +154,12 @@ class ChatTools:
     def request_tools(self) -> tuple[Tool, ...]:
         """Return the tools for a request; () before `prepare`.
 
-        A server's changed list is not in use before `notices` is called.
+        After a server has changed its list, the old list is returned until `notices` is called.
         """
         return self._tools or ()
 
     def fields(self, past: Rounds) -> dict[str, Any]:
-        """Return the fields `tools` and `tool_choice` of a request. `past`: calls since the question.
+        """Return a request's fields `tools` and `tool_choice`. `past`: calls since the last question.
 
         The model must answer with text if its last calls were refused as too many or as repeated.
         """
@@ -187,7 +186,7 @@ class ChatTools:
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server offers a tool."
 
     def notices(self) -> list[str]:
-        """Return new notices for the user, e.g. about changed tools, and remove them from the list.
+        """Return the notices for the user since the last call, e.g. about changed tools.
 
         If there are any, `request_tools` returns the servers' current tools from now on.
         """
@@ -241,8 +240,8 @@ class ChatTools:
     ) -> tuple[ToolUse, ...]:
         """Run the calls, and return them with results, in the same order.
 
-        `past`: calls since the question; repeated and too many calls are refused. A permission "in this
-        conversation" applies to later calls with the same `conversation`.
+        `past`: earlier calls since the last question; repeated and too many calls are refused. A user's
+        permission for "this conversation" applies to later calls with the same `conversation`.
         """
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
@@ -295,7 +294,7 @@ class ChatTools:
             return use.end("failed", "there is no such tool")
         front.show_use(use, "starting…")
         server = self.toolbox.start(bound.server, stop)
-        # a server that was just started may have sent another list of tools
+        # a server that was just started may have sent a list without this tool
         bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
             return use.end("failed", "the server no longer has this tool")

@@ -35,7 +35,7 @@ from edgeinfer.tools.tool_use import Progress, Stop, StoppedError, safe_text
 
 #: Supported protocol versions, newest first; a server chooses one.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-#: Maximum number of pages, entries and bytes of a list.
+#: Maximum number of pages, of entries and of bytes of a server's list of tools.
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
 _MAX_LIST_BYTES = 4 << 20
 #: Maximum size (bytes) of the list of names in a notice.
@@ -45,7 +45,7 @@ _START_S = 60.0
 
 
 class ToolInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool as its server describes it; `destructive` and `read_only` are the server's claims."""
+    """A tool as its server describes it. `parameters` is a JSON schema; the flags are only claims."""
 
     name: str
     description: str = ""
@@ -101,7 +101,7 @@ class ToolServer:
         return "; ".join([*missing, *(f"unknown argument: {name}" for name in unknown)])
 
     def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with links in paths resolved, for approval and call."""
+        """Return the arguments with links in paths resolved, to be approved and used for the call."""
         return arguments
 
     def warning(self, name: str, arguments: dict[str, Any]) -> str:

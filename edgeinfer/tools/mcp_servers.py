@@ -24,7 +24,7 @@ _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 #: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Patterns for comments and for trailing commas in JSON. Both also match strings, as group 1.
+#: Patterns for comments and for trailing commas in JSON. Strings match as group 1, and are kept.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
     re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[\]}])'),
@@ -79,7 +79,7 @@ def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], l
 
 
 def with_hint(error: EdgeInferError) -> str:
-    """Return `MESSAGE (HINT)`, or only the message if the error has no hint of its own."""
+    """Return `MESSAGE (HINT)`, or only the message if `error.hint` is empty."""
     return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
@@ -205,13 +205,13 @@ _Start = tuple[tuple[str, ...], dict[str, str], Path | None]
 
 
 def plan_start(spec: ServerSpec, folder: Path) -> _Start:
-    """Return the command and environment variables of a server, and its working folder, `folder`."""
+    """Plan a start in `folder`: return command, environment variables, and working folder."""
     passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
     return spec.command, passed | spec.env, folder
 
 
 def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
-    """Return command, environment variables and None, for a start that executes nothing below `folder`.
+    """Plan a start that executes nothing below `folder`; the working folder will be a new empty one.
 
     The tools `shell` and `python` may have changed programs there. Raises ToolServerError if the
     command's program or a script is below `folder`, or if the program is not found elsewhere.
@@ -237,7 +237,7 @@ def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
 
 
 def path_outside(path: str, folder: Path) -> str:
-    """Return a search path (such as $PATH) without relative entries and entries below `folder`."""
+    """Return the search path `path` (as in $PATH) without relative entries and those below `folder`."""
     entries = path.split(os.pathsep)
     return os.pathsep.join(e for e in entries if os.path.isabs(e) and not _is_below(e, folder))
 

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 16 << 20
 #: Maximum seconds to wait for an answer, even if the server reports progress.
 MAX_ANSWER_S = 3600.0
-#: Time (s) for a child to end by itself, then after SIGTERM; also the timeout of HTTP's DELETE.
+#: How long (s) to wait for a child's end, and again after SIGTERM; also the timeout of HTTP's DELETE.
 _CLOSE_S = 0.5
-#: Maximum number of messages that wait to be sent; further ones fail.
+#: Maximum number of messages that wait to be sent; sending more fails.
 _MAX_UNSENT = 1000
 #: Timeout (s) of an HTTP post that expects no answer.
 _NOTIFY_S = 10.0
-#: Time (s) after a response in which its stream is still read for notifications.
+#: How long (s) after a response its stream is still read, to receive notifications.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
 #: Errors of Popen; ValueError: an argument contains NUL, or a variable's name contains `=`.
@@ -71,9 +71,9 @@ def decode_messages(data: bytes | bytearray) -> list[Message]:
 class StdioTransport:
     """Exchanges messages, one per line, with a child process.
 
-    `received` gets each message, and `lost` the reason when the child has ended. The thread that reads
-    the messages also starts the child, because the kernel kills the child when that thread ends. If
-    `folder` is None, the child runs in a new empty folder.
+    The callback `received` gets each message; `lost` gets the reason when the child ends. The thread
+    that reads the messages also starts the child, because the kernel kills the child when that thread
+    ends. If `folder` is None, the child runs in a new empty folder.
     """
 
     #: Session id and protocol version, which only HTTP servers have.
@@ -147,7 +147,7 @@ class StdioTransport:
         child.wait()
         errors.join(_CLOSE_S)
         child.stdout.close()
-        # the thread blocks while a grandchild in another process group keeps the stream open
+        # closing would wait for the thread, which reads until grandchildren in other groups end, too
         if not errors.is_alive():
             child.stderr.close()
         self._lost(reason or f"it ended with status {child.returncode}{self.last_output()}")
@@ -162,14 +162,14 @@ class StdioTransport:
             text += line
             if len(text) > MAX_MESSAGE:
                 return f"it sent a message of more than {MAX_MESSAGE >> 20} MiB"
-            # a message that is pretty-printed over several lines ends with a line with only a bracket
+            # an indented line is not the last one of a message that is printed over several lines
             if is_continued and line[:1] in b" \t":
                 continue
             messages = decode_messages(text)
             for message in messages:
                 self._received(message)
             if messages or is_continued or not text.lstrip(_BOM + b" ").startswith((b"{", b"[")):
-                # not JSON: the program printed a text to stdout instead of stderr
+                # this is not JSON, but a text that should have been printed to stderr
                 if not messages and line.strip():
                     shown = line[:80].decode(errors="replace").strip()
                     self._output.append(f"not a message: {shown}")
@@ -182,7 +182,7 @@ class StdioTransport:
                 self._output.append(line.decode(errors="replace").strip())
 
     def last_output(self) -> str:
-        """Return ": " and the child's last line of output, for an error message; "" without output."""
+        """Return ": LAST LINE" of the child's output, for an error message; "" without output."""
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
@@ -210,7 +210,7 @@ class StdioTransport:
             stream.close()
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Cancel an unanswered request; return whether the server was killed.
+        """Cancel the unanswered request `sent`; return whether the server was killed.
 
         The server is killed if the request has timed out (`is_late`) before the server has read it.
         """
@@ -230,7 +230,7 @@ class StdioTransport:
                 self._thread.join(_CLOSE_S)
 
     def kill(self, number: int) -> None:
-        """Send a signal to the child's process group."""
+        """Send the signal `number` to the child's process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, number)
 
@@ -294,7 +294,7 @@ class HttpTransport:
         await (self._ask(message) if is_request else self._notify(message))
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Cancel an unanswered request; return False, because an HTTP server is not killed."""
+        """Cancel the unanswered request `sent`; return False, because an HTTP server is not killed."""
         sent.cancel()
         return False
 
@@ -342,7 +342,7 @@ class HttpTransport:
                     return await self._read(response, message.get("id"))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ToolServerError(
-                f"{self._url}: {str(error) or type(error).__name__}",
+                f"{self._url} cannot be used: {str(error) or type(error).__name__}",
                 hint="check `url`, and that the server runs and can be reached",
             ) from error
         raise ToolServerError(
@@ -442,7 +442,7 @@ def _refuse_long(size: int) -> None:
     if size > MAX_MESSAGE:
         raise ToolServerError(
             f"the server sent a message of more than {MAX_MESSAGE >> 20} MiB",
-            hint="let the tool return less at once",
+            hint="ask the tool for less data in one call",
         )
 
 

@@ -10,7 +10,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 def prefill_request(engine: Engine, tools: tuple[Tool, ...], system: str) -> GenerateRequest:
     """Return a request to prefill the prompt tokens that all first questions have in common.
 
-    The common tokens are found by comparing the prompts of two questions.
+    They are found by comparing the prompts of two questions. `system` is the system prompt.
     """
     first = [Message(role="system", content=system)] if system else []
 

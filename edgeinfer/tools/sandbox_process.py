@@ -41,7 +41,7 @@ _AT_LIMIT = 124
 
 
 class Job(NamedTuple):
-    """A command to run in `folder`, where it can read `code` as /command, and the paths `readable`."""
+    """A command to run in `folder`. It can read the paths `readable`; the file /command has `code`."""
 
     command: list[str]
     code: str
@@ -70,7 +70,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
-        # a living parent calls `restore` itself; after a parent was killed, this process must
+        # the parent calls `restore`, unless it was killed; then this process does
         if os.getppid() != parent:
             files.restore()
         return status

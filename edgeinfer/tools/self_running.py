@@ -8,8 +8,8 @@ import time
 from collections import deque
 from contextlib import suppress
 
-#: Names of self-running files. HEAD is one because git obeys the file `config` of a folder that looks
-#: like a bare repository, i.e. that has HEAD and either `objects` and `refs`, or `commondir`.
+#: Names of self-running files. HEAD is among them because git executes commands in the file `config`
+#: of a bare repository, i.e. a folder that has HEAD and either `objects` and `refs`, or `commondir`.
 NAMES = """
     .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
     HEAD
@@ -41,9 +41,9 @@ class SelfRunning:
         self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return the real paths of existing self-running files, and of folders that `.git` files name.
+        """Return the paths, without links, of existing self-running files inside the folder.
 
-        Paths outside of the folder are left out.
+        Folders to which a file `.git` refers are self-running, too.
         """
         names = [*self._before, *self._below]
         paths = {path for name in names for path in self._real_paths(name)}
@@ -65,9 +65,10 @@ class SelfRunning:
         ]
 
     def restore(self) -> str:
-        """Rename the self-running files that a command, which has ended, created or replaced.
+        """Rename the self-running files that the command has created or replaced.
 
-        Returns a message that names the renamed and the removed files; "" if there are none.
+        Call this after the command has ended. Returns a message that names these files, and those that
+        the command has removed; "" if there are none.
         """
         # only the owner may call fchmod, so call it only if the mode has changed
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:

@@ -20,7 +20,7 @@ UseStatus = Literal["pending", "done", "failed", "refused", "stopped"]
 
 #: Matches whole escape sequences; removing only ESC would leave the rest as text.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-#: Maximum number of characters of a tool's name; chat formats allow 128.
+#: Maximum length (characters) of the name that the model sees; chat formats allow 128.
 _MAX_NAME = 120
 #: Interval (s) of checks for a stop while another thread holds a lock.
 _STOP_CHECK_S = 0.1
@@ -91,7 +91,7 @@ def safe_text(text: str, max_bytes: int) -> str:
 Progress = Callable[[str], object]
 
 
-#: What the model is told of a call that the user stopped.
+#: Result, for the model, of a call that the user stopped.
 STOPPED = "the user stopped the call"
 
 
@@ -128,7 +128,7 @@ class Stop:
 
     @contextmanager
     def holding(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold `lock` during the block. Raises StoppedError if `set` was called while waiting."""
+        """Hold `lock` during the block. Raises StoppedError if `set` is called while waiting for it."""
         while not lock.acquire(timeout=_STOP_CHECK_S):
             if self.is_set:
                 raise StoppedError

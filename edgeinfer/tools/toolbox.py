@@ -38,7 +38,7 @@ _MOST_TOOLS = 128
 class KnownServer(msgspec.Struct, kw_only=True):
     """A server's last known list of tools. `digest` is the ServerSpec's digest at that time.
 
-    `unapproved` names the tools that were added or changed later, and need approval.
+    `unapproved` names those of `tools` that were added or changed, and not yet approved.
     """
 
     digest: str
@@ -70,14 +70,14 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Built-in servers that can be used (before `prepare`: all), and why each other one cannot.
+        #: Usable built-in servers (before `prepare`: all), and the reasons why others cannot be used.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
         for name in self._builtin.keys() & {spec.name for spec in specs}:
             self.notices.append(f"{name} is left out: a built-in server has the same name; rename it")
-        #: Whether the model can run commands. They may change programs in the chat's folder, so MCP
-        #: servers are then started outside of that folder.
+        #: Whether the model can run commands, which may change programs in the chat's folder. If so,
+        #: MCP servers are started outside of that folder.
         self._is_apart = not {"shell", "python"}.isdisjoint(config.builtin)
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
@@ -132,7 +132,7 @@ class Toolbox:
         return record is not None and record.digest == self._specs[name].digest
 
     def bound_tools(self) -> dict[str, BoundTool]:
-        """Return the tools in the order of requests; keys are the model's names, `SERVER__TOOL`."""
+        """Return the tools in their order in requests; keys are their names there, `SERVER__TOOL`."""
         bound: dict[str, BoundTool] = {}
         for name, builtin in self.builtin.items():
             for info in builtin.tools():

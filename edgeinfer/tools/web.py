@@ -33,7 +33,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Web(Builtin):
-    """The tool `fetch`. `hosts` lists what may be fetched: names of hosts, and private networks.
+    """The tool `fetch`. `hosts` lists from where it may fetch: names of hosts, and private networks.
 
     In a name, `*` matches any text. Example: `["*.example.com", "10.0.0.0/8"]`.
     """
