@@ -189,7 +189,7 @@ class Parser(argparse.ArgumentParser):
         choices = list(map(str, action.choices))
         other = _OTHER_COMMANDS.get(str(value))
         suggestion = other if other in choices else nearest(str(value), choices)
-        listed = f": one of {', '.join(choices)}" if len(choices) <= _MOST_LISTED else ""
+        listed = f" (allowed: {', '.join(choices)})" if len(choices) <= _MOST_LISTED else ""
         if isinstance(action, argparse._SubParsersAction):
             message = f"{self.prog.removeprefix('edgeinfer ')} has no action {value!r}"
         else:

@@ -56,7 +56,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         Raises UsageError if `is_private`, but FILE.content cannot be written.
         """
         if is_private and self.is_stream:
-            problem = f"--private needs a file next to the receipt: {self.path} is not an ordinary file"
+            problem = f"--private writes two files, so {self.path} must be an ordinary file"
             raise UsageError(problem, hint=_HINT)
         if is_private:
             self.parse(str(self._content_path))

@@ -81,8 +81,9 @@ def pull_adapter(
     options = options or PullOptions()
     base_files = resolve(base).files().paths
     if len(base_files) > 1:
-        problem = f"{base} is split into {len(base_files)} files; a base must be one file"
-        raise ConversionError(problem, hint="name another quantization of it: `--base MODEL:TYPE`")
+        problem = f"{base} has {len(base_files)} files; an adapter's base model must be one file"
+        hint = "name another quantization of the base model: `--base MODEL:TYPE`"
+        raise ConversionError(problem, hint=hint)
     header = gguf.read_model_header(base_files[0])
     plan = plan_pull(text, load_catalog(), options.name)
     planned = plan.ref.name

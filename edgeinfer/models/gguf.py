@@ -272,10 +272,10 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
         if isinstance(value, float) and key.startswith(f"{header.architecture}."):
             least = 0.0 if key.endswith("epsilon") else -math.inf
             if not least <= value < math.inf:
-                raise InvalidGgufError(f"{header.path} says {key} is {value}: llama.cpp would abort")
+                raise InvalidGgufError(f"{header.path}: {key} is {value}, so llama.cpp would abort")
     index, count = header.split
     if index >= count:
-        raise InvalidGgufError(f"{header.path} says it is part {index + 1} of only {count}")
+        raise InvalidGgufError(f"{header.path} says that it is part {index + 1} of only {count}")
     if index == 0 and not header.architecture:
         problem = f"{header.path} has no general.architecture: it is not a model"
         raise InvalidGgufError(problem, hint=_OTHER_FILE)
@@ -289,9 +289,10 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
 
 def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
     """Raise InvalidGgufError if a split file is not the part `index` (from 0) of `count`."""
-    if header.split[1] > 1 and header.split != (index, count):
-        stated = f"part {header.split[0] + 1} of {header.split[1]} by its header"
-        raise InvalidGgufError(f"{name} is {stated}, but {index + 1} of {count} by its name")
+    i, n = header.split
+    if n > 1 and header.split != (index, count):
+        problem = f"{name}: part {i + 1} of {n} in its header, {index + 1} of {count} in its name"
+        raise InvalidGgufError(problem)
 
 
 class _Walker:

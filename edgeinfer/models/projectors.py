@@ -66,13 +66,15 @@ def check(path: str | Path) -> GgufHeader:
     n_patches = max(size**2, header.number("clip.vision.image_min_pixels")) // patch**2
     most = max(_PATCHES, _PATCHES_BY_WIDTH * width)
     if n_patches > most:
-        raise InvalidGgufError(f"{path} cuts a picture into {n_patches} patches (allowed: {most})")
+        problem = f"{path}: the projector makes {n_patches} patches of a picture (allowed: {most})"
+        raise InvalidGgufError(problem)
     if patch > size:
         raise InvalidGgufError(
             f"{path}: clip.vision.patch_size is {patch}, more than clip.vision.image_size, {size}"
         )
     if header.number("clip.vision.preproc_image_size") > _MOST_TILES * size:
-        raise InvalidGgufError(f"{path} divides pictures into more than {_MOST_TILES} tiles per side")
+        problem = f"{path}: the projector makes more than {_MOST_TILES} tiles per side of a picture"
+        raise InvalidGgufError(problem)
     return header
 
 

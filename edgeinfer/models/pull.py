@@ -92,7 +92,7 @@ def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
     if origin != record.source:
         typed = f"edgeinfer quantize {origin} {record.quantization}"
         problem = f"{record.name} was not pulled, but {record.source}"
-        raise UsageError(problem, hint=f"make it again: `{typed} --name {record.name}`")
+        raise UsageError(problem, hint=f"quantize it again: `{typed} --name {record.name}`")
     if options.for_client and not record.source.startswith("hf:"):
         command = f"pull it again on the server: `edgeinfer pull {record.name}`"
         problem = f"clients may repeat only pulls from Hugging Face; {record.name} has another source"

@@ -106,8 +106,8 @@ def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...],
     if not repos:
         quantization = entry.quantization or "the catalogue's"
         commands = f"`edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`"
-        problem = f"the sources of {ref.name} have no other quantization than {quantization}"
-        raise UsageError(problem, hint=f"make one here: {commands}")
+        problem = f"the sources of {ref.name} have no quantization but {quantization}"
+        raise UsageError(problem, hint=f"quantize the model here: {commands}")
     return tuple((sources.HubQuant(repo.repo, ref.quant, repo.revision),) for repo in repos)
 
 
@@ -134,5 +134,5 @@ def _named_after(stem: str, catalog: Catalog) -> Reference:
     if name in catalog:
         problem = f"the catalogue has a model called {name!r}"
     if problem:
-        raise UsageError(problem, hint="give the model a name: `--name NAME`")
+        raise UsageError(problem, hint="give the model to pull a name: `--name NAME`")
     return Reference(names.model_name(name))

@@ -22,13 +22,13 @@ def options(**values):
 
 
 def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
-    with pytest.raises(ShippingError, match="only the one-file program"):
+    with pytest.raises(ShippingError, match="--licenses needs the one-file program"):
         version.run(options(licenses=True), EngineHost())
 
 
 def test_self_check_is_for_the_shipped_file():
     assert shipped.app_dir() is None
-    with pytest.raises(EdgeInferError, match="one-file program, and this is a Python package"):
+    with pytest.raises(EdgeInferError, match="but this edgeinfer is a Python package"):
         doctor.run(options(verify=True), EngineHost())
 
 

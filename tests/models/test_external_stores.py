@@ -91,7 +91,7 @@ def test_digest_is_checked_once_and_again_when_the_file_changed(monkeypatch) -> 
     assert heard[-1][1] == 1.0
     assert "Ollama" in heard[-1][0]
     external.file.write_bytes(gguf_bytes(seed=5))
-    with pytest.raises(ChecksumError, match=r"not .* as its name says"):
+    with pytest.raises(ChecksumError, match="but its name says"):
         resolve(external.name).files()
 
 
@@ -233,7 +233,7 @@ def test_external_file_of_another_digest_is_refused() -> None:
     for external in (OllamaStore(TINY), HubCache(TINY)):
         external.file.write_bytes(gguf_bytes(seed=9))
         before = picture(external.root)
-        with pytest.raises(ChecksumError, match="as its name says"):
+        with pytest.raises(ChecksumError, match="but its name says"):
             resolve(external.name).files()
         assert picture(external.root) == before
 

@@ -44,7 +44,7 @@ def write(path, architecture="clip", **sizes):
         ({"preproc_max_tiles": 1 << 20}, "preproc_max_tiles"),
         ({"image_min_pixels": 1 << 30}, "image_min_pixels"),
         ({"image_size": 4096, "embedding_length": 128}, "65536 patches .*allowed: 2048"),
-        ({"image_min_pixels": 1 << 20, "embedding_length": 128}, "into 4096 patches"),
+        ({"image_min_pixels": 1 << 20, "embedding_length": 128}, "makes 4096 patches"),
         ({"attention.head_count": 0}, "head_count is 0"),
         ({"architecture": "llama"}, "a projector: architecture 'llama'"),
     ],

@@ -121,7 +121,7 @@ def test_model_that_was_quantized_here_names_the_command_that_repeats_it(local: 
     store.write_record(record)
     with pytest.raises(UsageError, match="was not pulled, but quantized from base") as caught:
         pull("mine")
-    assert caught.value.hint == "make it again: `edgeinfer quantize base F32 --name mine`"
+    assert caught.value.hint == "quantize it again: `edgeinfer quantize base F32 --name mine`"
 
 
 def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:
@@ -163,11 +163,11 @@ def test_split_local_files_and_a_part_under_another_parts_name(tmp_path: Path) -
     assert record.name == "x"
     assert [path.name for path in record.paths] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
     (tmp_path / "x-00002-of-00002.gguf").write_bytes(parts[0])
-    with pytest.raises(InvalidGgufError, match="part 1 of 2 by its header, but 2 of 2 by its name"):
+    with pytest.raises(InvalidGgufError, match="part 1 of 2 in its header, 2 of 2 in its name"):
         pull(str(tmp_path / "x-00001-of-00002.gguf"), options=PullOptions(again=True))
     alone = tmp_path / "alone.gguf"
     alone.write_bytes(parts[0])
-    with pytest.raises(InvalidGgufError, match="1 of 1 by its name"):
+    with pytest.raises(InvalidGgufError, match="1 of 1 in its name"):
         pull(str(alone))
 
 

@@ -321,7 +321,7 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
 def _verify() -> SelfCheckResult:
     app = shipped.app_dir()
     if app is None:
-        problem = "--verify checks the one-file program, and this is a Python package"
+        problem = "--verify checks the one-file program, but this edgeinfer is a Python package"
         raise ShippingError(problem, hint="`pip check` checks a package")
     raw = (app / unpack.INDEX).read_bytes() if (app / unpack.INDEX).is_file() else b""
     index = payload.parse_index(raw)

@@ -214,7 +214,7 @@ def _show(options: argparse.Namespace, _host: EngineHost) -> SnapshotResult:
 
 def _verify(options: argparse.Namespace, _host: EngineHost) -> SnapshotsVerifyResult:
     if options.name and options.all:
-        raise UsageError("--all verifies every snapshot: leave out the names", hint=_VERIFY_ALL)
+        raise UsageError("leave out either the names or --all", hint=_VERIFY_ALL)
     if not (options.name or options.all):
         raise UsageError("name the snapshots to verify", hint=_VERIFY_ALL)
     chosen = registry.list_own() if options.all else [registry.find(name) for name in options.name]

@@ -34,7 +34,7 @@ from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.runtime.options import MOST_ALPHA
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
-_NO_WAY = "merge it into its base model (PEFT's `merge_and_unload`), and pull the merged model's folder"
+_NO_WAY = "merge the adapter into its base model (PEFT's `merge_and_unload`), and pull the merged model"
 _OTHER_BASE = "name the model that the adapter was trained on: `--base MODEL`"
 _SAVE_AGAIN = "fetch the adapter again, or save it again with PEFT: `save_pretrained(FOLDER)`"
 
@@ -105,8 +105,8 @@ def _family_of(base: GgufHeader) -> Family:
         if family.arch == base.architecture:
             return family
     supported = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
-    problem = f"adapters of the architecture {base.architecture!r} cannot be converted"
-    raise ConversionError(f"{problem}; supported: {supported}", hint="use an adapter in GGUF format")
+    problem = f"adapters of {base.architecture!r} models cannot be converted; supported: {supported}"
+    raise ConversionError(problem, hint="use an adapter in GGUF format")
 
 
 def _heads(base: GgufHeader) -> Heads:

@@ -206,8 +206,8 @@ class _TowerConversion(Conversion):
                 continue
             name = self._name(_plain(source))
             if name is None:
-                problem = "llama.cpp has no name for this tensor of the vision encoder"
-                raise ConversionError(f"{source}: {problem} ({self.tower.kind})")
+                problem = f"{source}: llama.cpp has no name for this tensor ({self.tower.kind} encoder)"
+                raise ConversionError(problem)
             whole = self.checkpoint.tensor(source).shape
             for part, shape, transform in self._parts(name, whole):
                 exact = len(shape) < 2 or "_embd" in name

@@ -78,7 +78,7 @@ def verify(file: ExternalFile, progress: Callable[[float], None]) -> None:
         return
     digest = sha256_of(Path(file.path), lambda done: progress(done / now.size_bytes))
     if digest != file.sha256:
-        raise ChecksumError(f"{file.path} has SHA-256 {digest}, not {file.sha256} as its name says")
+        raise ChecksumError(f"{file.path} has SHA-256 {digest}, but its name says {file.sha256}")
     if _stamp_of(file) == now:
         _VERIFIED.put(file.path, now)
 

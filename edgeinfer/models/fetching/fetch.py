@@ -24,7 +24,7 @@ from edgeinfer.platform import disk
 if TYPE_CHECKING:
     from edgeinfer.models.fetching.download import Remote
 
-_NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and safetensors"
+_NAME_MODEL = "name a GGUF file, or a folder with config.json, tokenizer.json and safetensors files"
 
 
 def fetch(
@@ -222,7 +222,8 @@ def _others_write(info: os.stat_result) -> bool:
 
 def _checkpoint_folder(folder: Path) -> FetchedFile:
     if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
-        raise SourceNotFoundError(f"{folder} has no config.json: not a checkpoint", hint=_NAME_MODEL)
+        problem = f"{folder} is not a checkpoint: it has no config.json"
+        raise SourceNotFoundError(problem, hint=_NAME_MODEL)
     name = names.sanitize_file_name(folder.name)
     return FetchedFile(path=folder, file_name=name, is_ours=False, pinned=False, checkpoint=True)
 

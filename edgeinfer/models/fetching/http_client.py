@@ -78,8 +78,9 @@ def read_small(response: httpx2.Response, origin: str) -> bytes:
     for chunk in response.iter_bytes():
         content += chunk
         if len(content) > SMALL_BYTES:
-            problem = f"{response.url.host} answers with more than {SMALL_BYTES >> 20} MiB"
-            raise DownloadError(f"{origin}: {problem}; a few KiB are usual", hint=OTHER_SOURCE)
+            server = f"{origin}: {response.url.host}"
+            problem = f"{server} answers with more than {SMALL_BYTES >> 20} MiB; a few KiB are usual"
+            raise DownloadError(problem, hint=OTHER_SOURCE)
     return bytes(content)
 
 

@@ -135,7 +135,7 @@ class DraftModel:
         if not loaded.plan.has_draft:
             problem = "there is not enough memory for the draft model"
         elif not problem and any(draft != large for draft, large in spellings):
-            problem = "the draft model's vocabulary differs: some tokens have other texts"
+            problem = "some token ids have different texts in the draft model and in the model"
         if problem:
             raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
         n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES

@@ -233,7 +233,7 @@ class Constraints:
         try:
             source = msgspec.json.encode(constraint)
         except (TypeError, ValueError, RecursionError) as error:
-            problem = f"the constraint is not JSON: {error}"
+            problem = f"the constraint cannot be written as JSON: {error}"
             raise UnsupportedConstraintError(problem, param="constraint") from error
         key = (salt, source)
         with self._lock:

@@ -213,7 +213,7 @@ REFUSED = {
     "1 of 2 shards are missing: model-00001": lambda folder: (folder / SHARD).unlink(),
     "cannot be converted: .*: ValueError": with_torn_merges,
     "cannot be converted: its files lack 'vocab'": with_no_vocabulary,
-    "has no config.json: not a checkpoint": with_a_pipe_for_config,
+    "is not a checkpoint: it has no config.json": with_a_pipe_for_config,
     "novelty.weight: llama.cpp has no name for this tensor": with_a_tensor_too_many,
     "can run any program": with_pickles,
     "does not support the pre-tokenizer of tokenizer.json: 'x\\+'": with_other_splits,
