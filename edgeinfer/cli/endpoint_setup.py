@@ -330,8 +330,8 @@ def make_gate(
 ) -> Gate:
     """Build the gate, which checks each request's address, Host, Origin and API key.
 
-    If an address is not loopback and no API key is configured, the user's stored key is required; the
-    first call makes it. Raises ServeError for the origin `*`.
+    If an address is not loopback and no API key is configured, the user's stored key is required,
+    which the first call creates. Raises ServeError for the origin `*`.
     """
     api_keys = keys.configured_keys(options.api_key_file)
     addresses = [address for address, _ in _addresses(listeners)]

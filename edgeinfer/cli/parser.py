@@ -143,7 +143,7 @@ _MOST_LISTED = 10
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with options in any position, not abbreviated; mistakes raise UsageError."""
+    """An ArgumentParser that takes options anywhere, but not abbreviated. Mistakes raise UsageError."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -247,7 +247,7 @@ def module_of(verb: str) -> ModuleType:
 def refuse_unknown(
     parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: Sequence[str]
 ) -> None:
-    """Raise WrongScopeError for an option that another verb has, UsageError for other words."""
+    """Raise WrongScopeError for an option that another verb has, UsageError for unknown words."""
     verb = options.verb or ""
     for word in unknown:
         owners = list(_owners(word.partition("=")[0])) if word.startswith("--") else []
@@ -335,7 +335,7 @@ def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **sett
 
 @cache
 def json_option() -> argparse.ArgumentParser:
-    """Return a parser with `--json`, for argparse's `parents`. The root parser sets its default."""
+    """Return a parser with `--json`, for argparse's `parents`. The root parser sets the default."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"

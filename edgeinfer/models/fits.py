@@ -266,7 +266,7 @@ def first_run_choices() -> list[FirstRunChoice]:
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:
-    """Return a model's shape from the headers of its files; the first header has the metadata."""
+    """Return a model's shape (sizes that decide its memory) from the headers of its files in order."""
     first = headers[0]
     return make_shape(
         first.metadata,

@@ -219,7 +219,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str:
-        """Name of the file's type: `general.file_type`, otherwise the type of most bytes."""
+        """Name of the quantization in `general.file_type`; without this key, the type of most bytes."""
         if named := FILE_TYPES.get(self.number("general.file_type", -1)):
             return named
         bytes_of: Counter[str] = Counter()

@@ -32,9 +32,9 @@ _ANOTHER_NAME = "give this one another name (`--name NAME`)"
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a pull; `quantize` and `sha256` override the catalogue's.
 
-    `in_place` uses a local file where it is; `again` fetches a model that is already stored. If
-    `for_client`, the pull is for a client of the endpoint, which may repeat by name only a pull from
-    Hugging Face.
+    `in_place` uses a local file where it is; `again` fetches a model that is already stored.
+    `for_client`: a client of the endpoint has asked for the pull. A client may pull a model again by
+    name only if the model is from Hugging Face.
     """
 
     name: str | None = None
@@ -54,7 +54,7 @@ def pull(
 ) -> PulledModel:
     """Fetch and store the model `text`, unless it is stored already; return its record.
 
-    If `text` is the name of a pulled model that is not in the catalogue, the earlier pull is repeated.
+    If the catalogue lacks the name `text`, but a pulled model has it, that model's source is used.
     Raises UsageError, UnknownModelError, ModelBusyError, OfflineError, DownloadError and its
     subclasses, ChecksumError, InvalidGgufError, ConversionError, QuantizeError, DiskFullError,
     InterruptedByUser.
@@ -239,7 +239,7 @@ def _projector(plan: PullPlan, source: sources.Source, work: Path, job: Job) -> 
 def _summary(failures: list[CatalogError]) -> CatalogError:
     if len(failures) == 1:
         return failures[0]
-    # a wrong file is worse than an unreachable server, so a ChecksumError decides type and hint
+    # a ChecksumError gives the type and the hint: a wrong file is worse than an unreachable server
     worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 

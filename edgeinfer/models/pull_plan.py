@@ -37,8 +37,8 @@ class FetchedFile(msgspec.Struct, kw_only=True):
     """A file that was fetched completely; at first not verified.
 
     `sha256` is the source's ("" if unknown), `found_sha256` the computed one. `is_ours` is False for a
-    file that is used in place. Later pulls must get the SHA-256 of a `pinned` file again; a local file
-    is not pinned. `checkpoint` marks the files, or the folder, of a checkpoint to convert.
+    file that is used in place. If `pinned`, later pulls of the file must get the same SHA-256; a
+    local file is not pinned. `checkpoint` marks the files, or the folder, of a checkpoint to convert.
     """
 
     path: Path

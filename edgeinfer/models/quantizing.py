@@ -31,10 +31,10 @@ from edgeinfer.platform.process import child_command, describe_exit, start_child
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `quantize`: `name` of the result, path of an importance matrix, scoring.
+    """Options of `quantize`: the result's `name`, and the path of an importance matrix (`imatrix`).
 
-    With `keep`, a result that is already stored is not made again, but scored. `score_tokens` limits
-    the scored text; 0 is all.
+    With `keep`, a result that is already stored is not made again. With `perplexity`, the result is
+    scored on a text, of which `score_tokens` are used (0: all).
     """
 
     name: str | None = None
@@ -145,7 +145,7 @@ def quantize_fetched(
     """Quantize files that a pull has fetched; return the result. Raises what `run_quantizer` raises."""
     kind = parse_file_type(type_name)
     first = fetched[0]
-    # llama.cpp finds the parts of a split model by their names, so .part is removed meanwhile
+    # llama.cpp finds the parts of a split model by name, so the suffix .part is removed until the end
     for file in fetched:
         file.path = file.path.rename(file.path.with_name(file.file_name)) if file.is_ours else file.path
     stem = names.check_file_name(first.file_name).removesuffix(".gguf")
@@ -163,8 +163,8 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
     """Run `module` in a child process, report its progress, and return its last message.
 
     The message is {"event": "done" or "error", …}. Raises InterruptedByUser, and QuantizeError if the
-    child ends without a message. With `failure`, the beginning of an error's text, the event "error"
-    raises QuantizeError, too.
+    child ends without a message. Unless `failure` is "", the event "error" raises QuantizeError, too;
+    `failure` begins the text of that error.
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:

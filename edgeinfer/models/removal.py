@@ -21,7 +21,7 @@ from edgeinfer.platform.disk import bytes_below, size_or_zero
 class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that was removed. `left_in_place` are files outside the store, which stay.
 
-    `forgot_pins`: the SHA-256 of its first pull were removed, too.
+    `forgot_pins`: the SHA-256 values of its first pull were removed, too.
     """
 
     name: str
@@ -33,8 +33,8 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
 def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, PulledModel | None]:
     """Return the reference in `text`, and the pulled model; None for an unfinished pull or an adapter.
 
-    With `forget`, it is enough that the SHA-256 of a first pull is left. Raises UnknownModelError,
-    ModelNotPulledError, and UsageError for a file or another program's model.
+    With `forget`, a removed model is found, too, if SHA-256 values of its first pull are stored. Raises
+    UnknownModelError, ModelNotPulledError, and UsageError for a file or another program's model.
     """
     try:
         model = resolve(text)

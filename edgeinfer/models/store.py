@@ -91,7 +91,7 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a pulled model (model.json). `base` is its catalogue entry's name, otherwise `name`.
+    """Record of a pulled model (model.json). `base` is its catalogue entry's name, or `name`.
 
     `more_sources` have the same files as `source`, by their SHA-256.
     """

@@ -57,7 +57,7 @@ _REMOVED = b"\x18"
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """Counts of requests: this run answered `done`, an earlier run had answered `skipped`.
+    """Counts of requests: this run answered `done` requests, earlier runs answered `skipped` ones.
 
     Of those in `done`, `failed` got a status of 400 or more. `retried` had failed in an earlier run.
     `left` have no answer yet; `left_reason` is the last failure. `output` is OUT, "" if OUT is stdout:

@@ -50,7 +50,8 @@ _LEGEND = (
 class BenchResult(Result, frozen=True, kw_only=True):
     """A row for each test and server.
 
-    `noise_ms`: times of hashing the same data between the tests, which show how busy the machine was.
+    `load` is the load average at the start. `noise_ms`: times of hashing the same data between the
+    tests, which show how busy the machine was. `energy` says how energy was measured, or why not.
     """
 
     rows: tuple[Row, ...]

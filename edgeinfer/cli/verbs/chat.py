@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
-    """A chat that has ended; its conversation is stored. Nothing is printed."""
+    """A chat that has ended; `conversation` is the number of its stored conversation."""
 
     model: str
     conversation: int = 0

@@ -49,7 +49,7 @@ _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
 _CHECK_S = 2.0
 #: Maximum number of characters of a system prompt in a candidate's name.
 _LABEL_CHARACTERS = 24
-#: Stands for a missing response, e.g. after a temporary failure; the next run sends that request.
+#: Stands for a missing response, e.g. after a temporary failure; the next run sends the request again.
 _UNANSWERED = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
 _JUDGE = """Criterion: {criterion}
 

@@ -21,7 +21,7 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running processes: of this data folder, with `--everywhere` of all folders."""
+    """This user's running processes with this data folder, or with any folder (`--everywhere`)."""
 
     running: tuple[RunningLaunch, ...]
 

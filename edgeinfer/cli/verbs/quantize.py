@@ -25,10 +25,10 @@ from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(TimedResult, frozen=True, kw_only=True):
-    """The source and its copy. Perplexities are over `n_scored_tokens` of a text, None if not measured.
+    """The source and its quantized copy. Perplexities are over `n_scored_tokens` of a text.
 
     `divergence` (KL, nats per token) and `same_top` (share of tokens with the same likeliest token, 0
-    to 1) compare the copy with the source.
+    to 1) compare the copy with the source. A figure that was not measured is None.
     """
 
     source: str

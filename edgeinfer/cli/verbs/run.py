@@ -135,7 +135,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
         request = with_answer_limit(request, can_think=engine.info.can_think)
     if options.receipt:
         request = options.receipt.record(request, is_private=options.private)
-    # the exit does not wait for this thread; the next run continues an unfinished purge
+    # the exit does not wait for this purge of deleted conversations; the next run continues the purge
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:

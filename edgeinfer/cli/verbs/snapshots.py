@@ -36,7 +36,7 @@ from edgeinfer.units import format_bytes, format_duration
 
 
 class SnapshotsResult(Result, frozen=True, kw_only=True):
-    """All snapshots, with their state on this machine."""
+    """All snapshots, with their state on this machine. `building` has the names of unfinished ones."""
 
     snapshots: tuple[ListedSnapshot, ...]
     disk_bytes: int

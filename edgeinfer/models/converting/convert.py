@@ -91,7 +91,7 @@ def text_model_name(name: str) -> str:
 
 
 def find_transform(family: Family, name: str) -> Transform | None:
-    """Return the function that changes the values of the GGUF tensor `name`; None if they stay."""
+    """Return the function that converts the values of the GGUF tensor `name`; None if there is none."""
     transforms = family.transforms.items()
     return next((transform for suffix, transform in transforms if _has_suffix(name, suffix)), None)
 

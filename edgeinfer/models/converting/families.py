@@ -184,10 +184,10 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 class Family(msgspec.Struct, frozen=True):
     """A family of models that can be converted.
 
-    `arch` is llama.cpp's name, `checkpoints` are values of `architectures` in config.json. A transform
-    applies to GGUF tensors whose names end in its key. `needs` maps a key of config.json to the values
-    that llama.cpp supports. `extra` computes more GGUF keys. `defaults` are used for keys that are
-    missing in config.json.
+    `arch` is llama.cpp's name, `checkpoints` are values of `architectures` in config.json. llama.cpp
+    supports only `activations`. A transform applies to GGUF tensors whose names end in its key.
+    `needs` maps a key of config.json to the values that llama.cpp supports. `extra` computes more GGUF
+    keys. `defaults` are used for keys that are missing in config.json.
     """
 
     title: str

@@ -117,9 +117,9 @@ _STOPS, _STOP_CHARACTERS = 32, 200
 
 
 class OllamaSettings(msgspec.Struct, kw_only=True):
-    """Ollama's settings of a model. `used` and `unused` describe them for `show`.
+    """Ollama's settings of a model.
 
-    Ollama's settings in `unused` have no effect in edgeinfer.
+    `used` and `unused` are descriptions for `show`: of settings with and without effect in edgeinfer.
     """
 
     system_prompt: str = ""

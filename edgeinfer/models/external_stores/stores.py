@@ -91,7 +91,7 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
 
 
 def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
-    """Return the settings that Ollama has for a model; empty for other programs' models."""
+    """Return Ollama's settings of a model with this GGUF header; empty for other programs' models."""
     return ollama.read_settings(model.layers, has_template=bool(header.chat_template))
 
 

@@ -51,7 +51,7 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
 
 
 def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None:
-    """Raise DownloadError for a redirect to anything but HTTPS, unless from HTTP to HTTP."""
+    """Raise DownloadError unless a redirect leads to HTTPS, or from HTTP to HTTP."""
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
     destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
@@ -85,7 +85,7 @@ def read_small(response: httpx2.Response, origin: str) -> bytes:
 
 
 def range_headers(start: int, validator: str) -> dict[str, str]:
-    """Return headers that request the bytes from `start` on, if the file still has this validator."""
+    """Return headers that request bytes from `start` on, if the file still has this ETag or date."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "edgeinfer"}
     if start:
         headers["Range"] = f"bytes={start}-"

@@ -32,7 +32,7 @@ class AnswerParser:
     - span: the markers of the reasoning with which the answer may begin; None if it has none.
     - opened: the prompt ends with the opening marker, so the answer begins inside the reasoning.
     - constrained: a grammar guarantees well-formed calls, so their arguments are streamed.
-    - special_tokens: some markers are control tokens, so the caller decodes those to text for `feed`.
+    - special_tokens: the text for `feed` must contain control tokens, because some are markers.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AnswerParser:
         self._tools, self._constrained = tools, constrained
         self._span = span or ReasoningSpan("", "")
         #: Where the parsed text ends: before any marker or text ("start"), inside the reasoning
-        #: ("thinking"), between the reasoning and the answer's first character ("closed"), or later.
+        #: ("thinking"), between the reasoning and the answer ("closed"), or inside the answer.
         self._phase: Literal["start", "thinking", "closed", "answer"] = "start" if span else "answer"
         if opened:
             self._phase = "thinking"

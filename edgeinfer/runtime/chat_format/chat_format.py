@@ -85,9 +85,10 @@ class ProcessedChat:
 class TemplateFacts:
     """What a model file says about its chat format.
 
-    `template` is the jinja2 source, `tool_template` the source for conversations with tools (Command R,
-    Hermes 2 Pro); "" if the file has none. `add_bos` (`llama_vocab_get_add_bos`): the prompt must begin
-    with BOS. `escape_content`: control tokens that are spelled out in messages stay text.
+    `architecture` is general.architecture in the file, `name` the model's name. `template` is a jinja2
+    template, `tool_template` that for conversations with tools (Command R, Hermes 2 Pro); "" if the
+    file has none. If `add_bos` is true, the prompt must begin with BOS. If `escape_content` is true,
+    a control token's text in a message stays text; if false, it becomes the control token.
     """
 
     template: str
@@ -147,7 +148,7 @@ class ChatFormat:
 
     @property
     def choices(self) -> dict[str, Chosen]:
-        """The chosen "chat_template", "tool_format" and "reasoning" (opening marker), with reasons."""
+        """Chosen "chat_template", "tool_format", "reasoning" (opening marker), each with a reason."""
         span_reason = (
             "the chat template contains it"
             if self.can_think
@@ -439,7 +440,7 @@ class PictureMarkers:
         return re.compile(rf"picture{self._word}n(\d+)[be]")
 
     def insert(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Replace each PICTURE_MARK in the messages by a text that no client can guess.
+        """Replace each PICTURE_MARK (a picture's place) in messages by a text that no client can guess.
 
         Raises InvalidRequestError if a message has more or fewer marks than pictures.
         """

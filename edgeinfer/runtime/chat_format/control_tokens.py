@@ -27,7 +27,7 @@ MARK = "\ufdd0"
 #: characters into a message, they are escaped like a control token.
 _MARK_IN_JSON = "\\ufdd0"
 _MARKS = re.compile(f"{MARK}({MARK}?)")
-#: A regex finds the first characters of control tokens, this many; then whole tokens are compared.
+#: A regex searches for this many first characters of control tokens; then whole tokens are compared.
 _PREFIX = 3
 #: Matches a `\\uXXXX` of JSON whose backslash is not escaped itself.
 _JSON_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")

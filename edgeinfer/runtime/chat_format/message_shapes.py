@@ -18,13 +18,14 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """What a chat template supports or requires, found by rendering probes.
+    """What a chat template supports or requires, found by rendering test messages.
 
-    `late_system`: a system message may follow other messages. `string_arguments`: the arguments of
-    earlier tool calls must be JSON text. `null_content`: a message with tool calls and no text has the
-    content None. `typed_content`: content must be a list of parts. `tight_pictures`: no space precedes
-    a picture that begins a message (SmolVLM's `User:`). `short_ids`: tool-call ids must have nine
-    characters. `reasoning_key`: key of a message's reasoning, "" if the template renders none.
+    `system`, `developer`, `tool_role`: the template renders messages of this role. `late_system`: a
+    system message may follow other messages. `string_arguments`: the arguments of earlier tool calls
+    must be JSON text. `null_content`: a message with tool calls and no text has the content None.
+    `typed_content`: content must be a list of parts. `tight_pictures`: no space precedes a picture that
+    begins a message (SmolVLM's `User:`). `short_ids`: tool-call ids must have nine characters.
+    `reasoning_key`: key of a message's reasoning, "" if the template renders none.
     """
 
     system: bool = True
@@ -53,9 +54,8 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation in the forms that templates may require, beginning with the unchanged one.
 
-    In other forms, each message has one tool call, successive messages of a role are joined, or user
-    and assistant alternate. Then all forms follow again, with {} for tool-call arguments that are not
-    JSON.
+    Further forms have one tool call per message, join successive messages of a role, or make user and
+    assistant alternate. Then all forms follow again, with {} for tool-call arguments that are not JSON.
     """
     forms: list[list[dict[str, Any]]] = []
     for variant in (messages, tuple(map(_without_broken_arguments, messages))):

@@ -103,7 +103,7 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
     """Limit the work of all templates that a `with` block renders; yield the `Fuel` that they spend.
 
-    If `fuel` is None, an enclosing block's is spent, otherwise a new one.
+    If `fuel` is None, a nested block spends the enclosing block's, and an outermost block a new one.
     """
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)

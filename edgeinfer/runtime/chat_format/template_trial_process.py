@@ -17,7 +17,7 @@ from edgeinfer.runtime.chat_format.templates import ChatTemplate, TemplateTrial
 
 
 def main() -> int:
-    """Probe the template of the TemplateTrial on stdin, write the result to stdout, and return 0."""
+    """Read a TemplateTrial from stdin, probe its template, write the result to stdout; return 0."""
     trial = msgspec.json.decode(sys.stdin.buffer.read(), type=TemplateTrial)
     resource.setrlimit(resource.RLIMIT_AS, (trial.memory_bytes, trial.memory_bytes))
     cpu_s = int(time.process_time()) + trial.cpu_s  # the imports, which may take seconds, do not count

@@ -46,7 +46,7 @@ _TEMPLATE_FAILURES = (
     ValueError,
 )
 _OTHER_TEMPLATE = "set `chat-template` of the model in models.toml, or use another model"
-#: Content of a message, to find the content's place in the rendered prompt. No template contains it.
+#: Message content that no template contains, so that its place in a rendered prompt can be found.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: Limit of the CPU time (s) of all probes of one template; the longest known template takes 0.02 s.
 _PROBE_CPU_S = 1.0

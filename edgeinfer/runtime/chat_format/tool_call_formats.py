@@ -24,7 +24,7 @@ class ToolFormat:
 
     The texts, in order: `begin[0]`, `head`, the calls with `separator` between them, `tail`, `end`.
 
-    - begin: the markers before calls that the parser accepts; grammars write only the first.
+    - begin: the markers that the parser accepts before calls; grammars write only the first.
     - call: the notation of one call; `$name` and `$arguments` stand for its values.
     - skip: texts that the parser ignores between calls.
     - named: the name precedes the JSON, and ends before one of `name_ends`.
@@ -127,7 +127,7 @@ GENERIC = ToolFormat(
 _ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
 FAMILIES = {family.name: family for family in _ALL}
 
-#: Texts, and the family whose templates contain all of them. The first row that matches counts.
+#: Texts, and the format of templates that contain them all. The first row that matches counts.
 _SIGNS = (
     (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),

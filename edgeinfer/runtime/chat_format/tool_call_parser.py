@@ -32,7 +32,7 @@ def call_id(*, short: bool = False) -> str:
 
 
 class Section:
-    """Parses the calls after a marker (base class). The first of them gets the index `n_calls`."""
+    """Parses the calls after a marker (base class). `n_calls` is the number of calls so far."""
 
     def __init__(
         self, form: ToolFormat, marker: str, tools: Tools, *, constrained: bool, n_calls: int

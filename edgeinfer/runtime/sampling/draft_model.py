@@ -56,9 +56,9 @@ _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
 #: the difference, so that a draft model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
-#: How much drafts may lose (in steps of one row): before the first gain, and at most after gains.
+#: `DraftModel.balance` (how much drafts may still lose): its first value, and its maximum.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
-#: Each step allows drafts to lose this share of a token's cost in addition.
+#: Each step adds this share of a token's cost to `DraftModel.balance`.
 _LOSS_SHARE = 0.01
 #: Drafts in the rest of an answer must repay the draft model's prefill. The rest is assumed to be as
 #: long as the answer so far, and at least this long (tokens).
@@ -72,13 +72,13 @@ _WEIGHT = 0.1
 class DraftModel:
     """The draft model of an engine: its weights and, after `open`, its context.
 
-    If the draft model cannot be used, `shape` is None, as without a draft model. For a draft model that
-    the options name, ModelLoadError or OutOfMemoryError is raised; one that models.toml names causes
-    only a warning.
+    `shape` (sizes of the draft model) is None if there is no draft model that can be used. If the
+    options name one that cannot be used, ModelLoadError or OutOfMemoryError is raised; if models.toml
+    names it, a warning is given.
 
-    Costs are in steps in which the large model computes one row. `cost` is the cost of a draft token,
-    `least_cost` the part for reading the draft model's weights. `balance` is how much drafts may still
-    lose: gains minus costs so far, plus a share of every token's cost. A prefill must not exceed it.
+    The unit of costs is a step in which the large model computes one token. `cost` is that of a draft
+    token, `least_cost` its part for reading the draft model's weights. `balance` is how much drafts and
+    their prefill may still lose: gains minus costs so far, plus a share of every token's cost.
     """
 
     def __init__(self, files: ModelFiles, options: LoadOptions) -> None:
@@ -224,7 +224,7 @@ class ModelDrafting(Drafting):
         self._cached: CachedSequence | None = None
         self._n_prompt = 0
         self._drafted: list[Run] = []
-        #: Cost of a token of this answer in the present step, if the step has no drafts for it.
+        #: Cost of a token of this answer in the present step, if nothing is drafted for this answer.
         self._token_cost = 1.0
 
     def _choose_runs(
@@ -279,7 +279,7 @@ class ModelDrafting(Drafting):
         assert self._cached is not None
         model, runs = self._model, self._drafted
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
-        # a token drafted without sampling uses up no random number, so later tokens would differ
+        # only if greedy: likely tokens use up no random numbers, so tokens sampled later would differ
         is_greedy = self._request.sampling.temperature <= 0
         is_end = False
         while not is_end:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 CACHE_SIZE = 128
 #: Longest constraint (bytes of its JSON).
 MAX_SOURCE = 512 * 1024
-#: JSON as `json.dumps` writes it, on one line. So more tokens are forced, and a small model cannot
-#: write white space without end.
+#: JSON as `json.dumps` writes it, on one line. This style forces more tokens, and keeps a small model
+#: from writing white space without end.
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",

@@ -34,7 +34,7 @@ class LogSum:
 def token_logprobs(
     logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """Return each token's log-probability at temperature 1, and the `top` likeliest, best first."""
+    """Return each token's log-probability at temperature 1, and the ids of the `top` likeliest."""
     logprobs = logits - np.float32(LogSum()(logits))
     if not top:
         return logprobs, []

@@ -38,13 +38,13 @@ FOLDER = "answers"
 RING = 1 << 18
 #: Maximum number of files per model (96 MiB); the least recently written one is deleted first.
 MAX_FILES = 32
-#: Tokens before an answer that are stored with it, so that its beginning can be found.
+#: Number of tokens before an answer that are stored, too, so that the answer's beginning can be found.
 CONTEXT_TOKENS = 8
 #: Longest compared suffix (tokens).
 LONGEST = 32
 _GRAMS = (8, 4)
 _WORD = 4
-#: Offset of each hash table, and the length (tokens) of the suffixes in it.
+#: Offset (words) of each hash table, and the length (tokens) of the suffixes in the table.
 _TABLES = tuple((1 + number * RING, n) for number, n in enumerate(_GRAMS))
 _RING_AT = 1 + len(_GRAMS) * RING
 #: int32 words per page. Linux completes the write of a page even if the process is killed.
@@ -74,9 +74,9 @@ def common_suffix(a: Tokens, b: Tokens) -> int:
 
 
 class AnswerFile:
-    """The file with the answers of one cache salt. Garbage collection closes the file.
+    """The file with the answers of one cache salt: a ring buffer of tokens, and hash tables for `find`.
 
-    Raises OSError if the file cannot be opened, or is not private to this user.
+    Garbage collection closes the file. Opening raises OSError, also if the file is not private.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,16 +93,16 @@ class AnswerFile:
 
     @property
     def ring(self) -> Tokens:
-        """Copy of the whole ring of tokens."""
+        """Copy of the whole ring buffer."""
         return self.read(0, RING)
 
     def read(self, index: int, n: int) -> Tokens:
-        """Return up to `n` words (tokens, marks) of the ring from `index` on; none if reading fails."""
+        """Return up to `n` words from `index` on: tokens, and negative marks; none if reading fails."""
         return self._read(_RING_AT + index, min(n, RING - index))
 
     def find(self, text: Tokens) -> tuple[int, int]:
-        """Return the ring index after the latest occurrence of a suffix of `text`, and the length of
-        that suffix (tokens); (0, 0) if there is none.
+        """Find the latest occurrence of a suffix of `text`; return the index after that in the ring
+        buffer, and the length of the suffix (tokens); (0, 0) if there is none.
         """
         suffix = text[-max(_GRAMS) :].tolist()
         for table, n in _TABLES:
@@ -158,7 +158,7 @@ class AnswerFile:
         bounds = np.flatnonzero(following < 0)
         if len(bounds):
             return index + int(bounds[0])
-        # zeros: the ring was never written here
+        # only zeros: the ring was never written from `index` on, so the answer ends at `index`
         return index + len(following) if following.any() else index
 
     def _erase(self, begin: int, stop: int) -> None:
@@ -208,7 +208,7 @@ class AnswerFile:
 class PastAnswers:
     """The past answers to one model's requests: a file per cache salt, below `folder`. Thread-safe.
 
-    The files' names are hashes with the key `secret`.
+    A file's name is the hash of its salt with the key `secret`.
     """
 
     def __init__(self, folder: Path, secret: bytes) -> None:
@@ -259,7 +259,7 @@ def _keyed_hash(secret: bytes, text: str) -> bytes:
 
 
 def owner_number(secret: bytes, conversation: str) -> int:
-    """Return the number that stands for a conversation in a ring: 31 bits of a hash, at least 2."""
+    """Return the number that stands for a conversation in its AnswerFile: 31 bits of a hash."""
     return int.from_bytes(_keyed_hash(secret, "owner " + conversation)[:4], "little") % (1 << 31) | 2
 
 

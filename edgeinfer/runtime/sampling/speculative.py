@@ -51,12 +51,12 @@ _MARGIN = 1.3
 
 
 class StepCurve:
-    """Learns how the time of a decode-only step depends on its number of rows.
+    """Learns how the time of a decode-only step depends on its number of rows (tokens).
 
     A cost is a time relative to a step of one row, because a longer context and other programs slow all
     steps alike. `logits_share` (0 to 1) is the part of a row's time that logits take; rows of forced
-    tokens have no logits. `shared_share` (0 to 1) is the part that is assumed, before the first
-    measurement, to be the same for any number of rows.
+    tokens have no logits. `shared_share` (0 to 1) is the part of a step's time that, until the first
+    measurement, is assumed not to depend on the number of rows.
     """
 
     def __init__(self, logits_share: float = 0.0, shared_share: float = 0.0) -> None:
@@ -87,7 +87,7 @@ class StepCurve:
         change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # limit outliers
         if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
-            # lower a cost that is too high: it prevents the long drafts that would correct it
+            # lower too high a cost, because such a cost prevents the long drafts that would correct it
             excess = self._points[-1] - _extrapolate(self._points[:-1])
             self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
@@ -127,8 +127,8 @@ def _segment(rows: float) -> int:
 class DraftBudget:
     """Decides how many draft tokens of each sequence the next step verifies.
 
-    Maximizes the expected tokens per time, compared with a step without drafts. Tokens that a grammar
-    forces are rows of the step, but count neither as gain nor as cost.
+    Maximizes the expected tokens per time. Tokens that a grammar forces are rows of the step, but count
+    neither as gain nor as cost.
     """
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
@@ -235,7 +235,7 @@ def join(runs: Sequence[Run]) -> list[int]:
 
 
 def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Acceptance, bool]]:
-    """Yield each run's acceptance rate, and whether the run was accepted; end at the first rejected."""
+    """Yield each run's acceptance rate and whether the run was accepted, up to the first rejected."""
     for run in runs:
         if not sampled:
             return
@@ -245,8 +245,8 @@ def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Accep
 
 
 class SuffixDrafter:
-    """Drafts the text that followed the latest earlier occurrence of the longest suffix, in the text
-    itself or, with `answers`, in past answers.
+    """Drafts by lookup: searches the text, and past `answers`, for the longest match with the end of
+    the text, and drafts the tokens that followed there. Of equally long matches, the latest counts.
     """
 
     def __init__(self, n_vocab: int) -> None:
