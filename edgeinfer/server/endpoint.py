@@ -170,8 +170,9 @@ class Endpoint:
         is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.generation_counts[model] + n > n_parallel + self.limits.max_queue and not is_only:
             self.metrics.refused.labels("queue").inc()
-            answers = f"{self.generation_counts[model]} answers are running or waiting"
-            raise QueueFullError(f"The queue of {model} is full: {answers}")
+            n_answers = self.generation_counts[model]
+            message = f"The queue of {model} is full: {n_answers} answers are running or waiting"
+            raise QueueFullError(message)
         self.generation_counts[model] += n
         self.engine_slots[model].n_parallel = n_parallel
 

@@ -64,6 +64,6 @@ def source_of(name: str) -> str:
         source = sources.parse(plain)
         if isinstance(source, sources.HubFile | sources.HubQuant):
             return str(source)  # not `name`, which `pull` could take for a path on this machine
-    accepted = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
-    message = f"model must be {accepted}; `edgeinfer pull` on the server pulls from other sources"
-    raise InvalidRequestError(message, param="model")
+    message = "model must be a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
+    hint = "`edgeinfer pull` on the server pulls from other sources"
+    raise InvalidRequestError(message, param="model", hint=hint)

@@ -39,9 +39,6 @@ ROUTES = RouteTable()
 
 #: The placeholder for a picture in a prompt of llama.cpp's server.
 _MEDIA = "<__media__>"
-_NO_PATH = (
-    "lora_path must be the name of a pulled adapter; a file's path needs `edgeinfer serve --ollama`"
-)
 
 
 @ROUTES.post("/completion", reply=wire.LlamaAnswer | list[wire.LlamaAnswer], streams=True)
@@ -95,8 +92,8 @@ def _with_biases(body: wire.LlamaFields) -> wire.LlamaFields:
     if not isinstance(body.logit_bias, list):
         return body
     if any(bias is True for _, bias in body.logit_bias):
-        message = "logit_bias: a bias must be a number or false, not true"
-        hint = "a number changes a token's logit, false bans the token"
+        message = "logit_bias: the bias of a token must be a number or false, not true"
+        hint = "send a number to change the token's logit, or false to ban the token"
         raise InvalidRequestError(message, param="logit_bias", hint=hint)
     biases = {token: -math.inf if bias is False else bias for token, bias in body.logit_bias}
     return msgspec.structs.replace(body, logit_bias=biases)
@@ -140,8 +137,9 @@ def adapters_by_id(
     """
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
-            message = f"no adapter has the id {choice.id}; {len(loaded)} are loaded"
-            raise InvalidRequestError(message, param=f"lora[{index}].id")
+            message = f"no loaded adapter has the id {choice.id}"
+            hint = f"loaded adapters: {len(loaded)}; their ids begin with 0"
+            raise InvalidRequestError(message, param=f"lora[{index}].id", hint=hint)
     return tuple((loaded[choice.id].name, choice.scale) for choice in choices)
 
 
@@ -159,7 +157,9 @@ def _adapter_path(context: RequestContext, text: str) -> str:
     """Return an adapter's path. `text` is a name, or with `serve --ollama` also a path."""
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
     if is_path and context.endpoint.model_admin is None:
-        raise InvalidRequestError(_NO_PATH, param="lora_path")
+        message = "lora_path must be the name of a pulled adapter"
+        hint = "`edgeinfer serve --ollama` also accepts the path of an adapter file"
+        raise InvalidRequestError(message, param="lora_path", hint=hint)
     try:
         adapters = parse_adapters(str(LORA.parse(text)))
     except ValueError:
@@ -169,7 +169,7 @@ def _adapter_path(context: RequestContext, text: str) -> str:
         hint = "send the adapter's name in lora_path, and its scale in the field scale"
         raise InvalidRequestError(message, param="lora_path", hint=hint)
     if not os.path.isfile(adapters[0].path):
-        hint = "`edgeinfer pull ADAPTER --base MODEL`"
+        hint = "pull it: `edgeinfer pull ADAPTER --base MODEL`"
         raise UsageError(f"The adapter '{text}' is not pulled", hint=hint)
     return adapters[0].path
 

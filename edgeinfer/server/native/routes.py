@@ -61,8 +61,9 @@ def detokenize(
     """Detokenize tokens."""
     largest, last = max(body.tokens, default=0), engine.info.n_vocab - 1
     if largest > last:
-        message = f"tokens has {largest}, but {engine.info.model}'s token ids go from 0 to {last}"
-        raise InvalidRequestError(message, param="tokens")
+        message = f"tokens has the id {largest}, but the ids of {engine.info.model} end at {last}"
+        hint = "send ids that /tokenize returns for this model"
+        raise InvalidRequestError(message, param="tokens", hint=hint)
     text = engine.detokenize(body.tokens).decode("utf-8", "replace")
     return wire.DetokenizeReply(content=text)
 

@@ -121,10 +121,6 @@ def _make_request(**fields: Any) -> GenerateRequest:
 
 #: Values of `template` that insert only the prompt. They mean the same as `raw`.
 _PROMPT_ONLY = ("{{ .Prompt }}", "{{.Prompt}}")
-_NO_TEMPLATES = (
-    "template: Ollama's templates are not supported; leave it out, or send `raw` for a prompt "
-    "without a template"
-)
 
 
 def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
@@ -134,7 +130,9 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
         message = f"{param} cannot be combined with raw"
         raise InvalidRequestError(message, param=param, hint=f"leave {param} or raw out")
     if template and template not in _PROMPT_ONLY:
-        raise InvalidRequestError(_NO_TEMPLATES, param="template")
+        message = "template: Ollama's templates are not supported"
+        hint = "leave template out, or send `raw` for a prompt without a template"
+        raise InvalidRequestError(message, param="template", hint=hint)
     return bool(body.raw or template)
 
 

@@ -337,9 +337,8 @@ async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wir
     admin, name = _admin_of(context), body.model_name()
     model = await _find_model(context, name)
     if lookup.find(name, [model]) is None:
-        raise InvalidRequestError(
-            f"{name} is an alias of the model {model.name}", hint="name the model itself", param="model"
-        )
+        message = f"{name} is an alias, which cannot be deleted"
+        raise InvalidRequestError(message, hint=f"name the model: {model.name}", param="model")
     await context.endpoint.models.unload(model.name)
     await context.endpoint.in_thread(admin.remove, model.name)
     return _DONE

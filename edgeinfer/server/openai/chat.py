@@ -97,13 +97,12 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
     continues = body.continue_final_message
     if continues and not isinstance(body.messages[-1], wire.AssistantMessage):
         message = "continue_final_message needs an assistant message as the last message"
-        raise InvalidRequestError(message, param="continue_final_message")
+        hint = "put one at the end of messages, or leave continue_final_message out"
+        raise InvalidRequestError(message, param="continue_final_message", hint=hint)
     if body.add_generation_prompt is continues:
-        message = (
-            "add_generation_prompt opens a turn, continue_final_message continues the last one: set "
-            "exactly one of them"
-        )
-        raise InvalidRequestError(message, param="add_generation_prompt")
+        message = "exactly one of add_generation_prompt and continue_final_message must be true"
+        hint = "the first begins a new turn, the second continues the last turn"
+        raise InvalidRequestError(message, param="add_generation_prompt", hint=hint)
 
 
 def _message(turn: wire.ChatMessage) -> Message:
@@ -194,7 +193,8 @@ def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
                 by_field[f"structured_outputs.{field}"] = make_constraint(value)
         if outputs == wire.StructuredOutputs():
             message = "structured_outputs needs json, regex, choice or grammar"
-            raise InvalidRequestError(message, param="structured_outputs")
+            hint = "set one of the four, or leave structured_outputs out"
+            raise InvalidRequestError(message, param="structured_outputs", hint=hint)
     if len(by_field) > 1:
         first, second, *_ = by_field
         message = f"{second} cannot be combined with {first}"

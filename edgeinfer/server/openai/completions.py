@@ -60,7 +60,8 @@ def prompts_of(
         return [tuple(prompt)]  # type: ignore[arg-type]  # a list of ints is one prompt
     if len(kinds) != 1:
         message = f"{param} must be a list of only texts, only token ids, or only lists of token ids"
-        raise InvalidRequestError(message, param=param)
+        hint = "send texts and token ids in separate requests"
+        raise InvalidRequestError(message, param=param, hint=hint)
     if len(prompt) > max_prompts:
         raise InvalidRequestError(
             f"{param} has {len(prompt)} elements, but at most {max_prompts} are allowed",

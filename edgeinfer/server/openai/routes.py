@@ -59,7 +59,8 @@ def embeddings(context: RequestContext, body: EmbeddingRequest, engine: Engine) 
         raise InvalidRequestError(problem, param="model", hint=hint)
     if body.dimensions not in (None, info.n_embd):
         message = f"dimensions must be {info.n_embd}, the size of {info.model}'s embeddings"
-        raise InvalidRequestError(message, param="dimensions")
+        hint = f"send {info.n_embd}, or leave dimensions out"
+        raise InvalidRequestError(message, param="dimensions", hint=hint)
     vectors = [_encode_vector(vector, body.encoding_format) for vector in engine.embed(texts)]
     data = [Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]
     n_tokens = context.prompt_tokens = sum(
