@@ -298,7 +298,7 @@ def _spellings(path: str) -> tuple[str, ...]:
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`. For an unknown path, the result has only the error's dialect.
+    """Find the operations at `path`. An unknown path has no operations, only a dialect for its error.
 
     Clients configure a base URL with or without `/v1` and a final slash, so all these spellings match.
     """

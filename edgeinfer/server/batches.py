@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Statuses of an endpoint that is busy or loading.
 _BUSY = (429, 503)
-#: Pauses (s) before the retries after `_BUSY`, and after a 500, for which a retry rarely helps.
+#: Pauses (s) before retries: after a status in `_BUSY`, and after a 500, where a retry rarely helps.
 _BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
 _DEFECT_PAUSES_S = (0.4, 1.6)
 

@@ -54,9 +54,9 @@ class BodyBudget:
         return self._by_caller.total()
 
     def take(self, caller: str, n_bytes: int) -> None:
-        """Reserve `n_bytes` for `caller` until `give_back`.
+        """Reserve `n_bytes` for a body of `caller` until `give_back`.
 
-        Raises Problem 429 if this caller's bodies would be too large together, 503 if all bodies would.
+        Raises Problem 503 if the bodies of all callers exceed the limit, 429 if those of `caller` do.
         """
         if self.total + n_bytes > self._max_bytes:
             raise unavailable(
@@ -162,7 +162,7 @@ class FairPool:
 
 #: Number of generations that are submitted beyond the engine's slots, so that no slot ever idles.
 _AHEAD = 2
-#: If the engine has at least this many slots, one caller cannot take all: one stays free for others.
+#: If the engine has at least this many slots, a single caller can take all but one of them.
 _SHARED_FROM = 4
 
 
@@ -180,7 +180,7 @@ class EngineSlots:
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
 
     async def take(self, caller: str, n: int) -> None:
-        """Wait for `n` slots; release them with `give_back`."""
+        """Wait for `n` slots and take them for `caller`. `give_back` releases them."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(caller, (n, future))
         self._fill()
@@ -192,7 +192,7 @@ class EngineSlots:
             raise
 
     def has(self, caller: str) -> bool:
-        """Return whether a caller holds slots. If it holds none, `take` gives it slots at once."""
+        """Return whether `caller` holds slots. A caller without slots gets some from `take` at once."""
         return self._slots_taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:

@@ -26,7 +26,7 @@ async def until_disconnected(receive: Receive) -> None:
 
 
 async def unless(stop: Awaitable[object], work: Awaitable[T]) -> T | None:
-    """Await `work`; if `stop` ends first, cancel `work`, return None. Raises what `work` raises."""
+    """Await `work`; if `stop` ends first, cancel `work` and return None. Raises what `work` raises."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)

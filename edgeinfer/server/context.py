@@ -88,7 +88,7 @@ class RequestContext:
     ignored: list[str] = field(default_factory=list)
 
     def hold(self, n_bytes: int) -> None:
-        """Reserve `n_bytes` for the request until it ends. Raises what `BodyBudget.take` raises."""
+        """Reserve bytes of the body budget for this request. Raises what `BodyBudget.take` raises."""
         self.endpoint.bodies.take(self.caller.turn, n_bytes)
         self.held_bytes += n_bytes
 
@@ -122,7 +122,7 @@ class RequestContext:
         """Return a copy of `request` for the engine, completed with what this client adds.
 
         The copy has normalized messages, the API key's cache salt, and the LoRA adapter that the client
-        named in place of a model. If a coding agent begins a conversation, `preamble` is its name.
+        named in place of a model. `preamble` names the coding agent that begins a conversation, if any.
         """
         lora = ((self.adapter, 1.0),) if self.adapter else None
         is_first = all(turn.role != "assistant" for turn in request.messages)
@@ -144,8 +144,8 @@ class RequestContext:
 
         If the client is a coding agent, the rules move or drop lines that change per request (a date),
         because these would end the shared prefix early. If `stores_prefix`, reminders that the agent
-        has removed from earlier turns are restored. The response header `x-edgeinfer-normalized` names
-        the rules that changed the turns.
+        has removed from earlier turns are restored (`prompt_normalization.Reminders`). The response
+        header `x-edgeinfer-normalized` names the rules that changed the turns.
         """
         turns, self.normalized = self.endpoint.normalizer.normalize(
             turns,
@@ -243,7 +243,7 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
 
 
 async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
-    """Load the model in `body`, then run `work(engine)` in a thread. Raises what both raise."""
+    """Load the model that `body` names, then run `work(engine)` in a thread. Raises what both raise."""
     context.name_model(body.model)
     with await context.acquire(body.keep_alive) as lease:
         calls, engine = context.endpoint.engine_calls, lease.engine
@@ -253,7 +253,7 @@ async def with_engine(context: RequestContext, body: ModelFields, work: Callable
 def engine_call(
     work: Callable[[RequestContext, B, Engine], R],
 ) -> Callable[[RequestContext, B], Awaitable[R]]:
-    """Make a handler that calls `work` in a thread, with the engine of the model in the body."""
+    """Make a handler that calls `work` in a thread, with the engine of the model named in the body."""
 
     @functools.wraps(work)
     async def handler(context: RequestContext, body: B) -> R:

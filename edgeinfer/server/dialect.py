@@ -70,12 +70,12 @@ class Operation(msgspec.Struct, frozen=True):
     #: Whether a request counts towards `max_requests`, and is refused while the endpoint drains.
     uses_model: bool = True
     is_admin: bool = False
-    #: Access to a route of the web page: "open" to all, or "cookie" (in place of the API key).
+    #: Access: "" with an API key; on routes of the web page "cookie" after a sign-in, "open" to all.
     web: Literal["", "open", "cookie"] = ""
     #: Maximum body (bytes); 0 means `Limits.max_body_bytes`.
     max_body_bytes: int = 0
     reply_type: str = "application/json"
-    #: HTTP status that only this route has → type of the response's body, for the OpenAPI document.
+    #: Additional HTTP status of this route → type of the response's body, for the OpenAPI document.
     also: Mapping[str, type[msgspec.Struct]] = {}
 
     @property
@@ -85,7 +85,7 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class RouteTable(list[Operation]):
-    """The operations of a module; the decorators `get`, `post` and `delete` add their handlers.
+    """A module's operations. Decorating a handler with `get`, `post` or `delete` adds an operation.
 
     Requests are decoded as the types of a handler's parameters `body` and `query`. The OpenAPI document
     contains these types, the handler's return type, and the first line of its docstring as the summary.
@@ -158,7 +158,7 @@ class Renderer(ABC):
         return b""
 
     def failure(self, problem: Problem) -> bytes:
-        """Return the last bytes of a stream that fails; b"" to send the dialect's `error_events`."""
+        """Return the last bytes of a stream that fails; b"" means the dialect's `error_events`."""
         return b""
 
     def waiting(self, text: str) -> bytes:

@@ -264,8 +264,9 @@ class PreparationPool:
     ) -> contextlib.AbstractAsyncContextManager[object]:
         """Return a context manager that waits until fewer than half of the threads work for `caller`.
 
-        The threads are those that prepare requests like `request`. The context is entered before slots
-        of the engine are taken, so that a waiting request holds no slot. A caller "" does not wait.
+        Requests with pictures, those with a constraint or tools, and plain ones have separate threads;
+        only the threads for `request` count. Enter the context before taking slots of the engine, so
+        that a waiting request holds no slot. The caller "" does not wait.
         """
         if not caller:
             return contextlib.nullcontext()
@@ -278,7 +279,7 @@ class PreparationPool:
         return self._constrained if request.constraint or request.tools else self._plain
 
     async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
-        """Call `engine.submit` in a thread; after a timeout, cancel the request, raise Problem 503."""
+        """Call `engine.submit` in a thread. After `timeout_s`, cancel `request`, raise Problem 503."""
         submitting = self._pool(request).begin(caller, lambda: engine.submit(request))
         return await self._result(submitting, _cancel_late)
 
@@ -305,7 +306,7 @@ class PreparationPool:
             raise
 
     def failure(self) -> str:
-        """Return an error text if all threads have been stuck for `timeout_s`; "" otherwise."""
+        """Return an error if all threads of a kind have been stuck for `timeout_s`; otherwise ""."""
         for pool in (self._plain, self._constrained):
             if pool.is_stuck(self._timeout_s):
                 return f"no thread to {pool.name} requests has become free for {self._timeout_s:g} s"

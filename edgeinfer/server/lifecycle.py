@@ -71,7 +71,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """Why the server ended, and whether `drain_s` was too short for some answers."""
+    """Why the server ended, and whether `EndpointServer.drain` cut off some answers."""
 
     reason: Literal["signal", "idle"]
     cut_short: bool = False

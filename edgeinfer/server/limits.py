@@ -6,7 +6,7 @@ import msgspec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of an endpoint: `…_s` in seconds, `…_bytes` in bytes, others as counts.
+    """Limits of an endpoint: `…_s` in seconds, `…_bytes` in bytes; the other fields are counts.
 
     - `max_queue`: generations that may wait for one model.
     - `max_requests`: running requests of all clients; `max_per_key`: running requests of one API key.

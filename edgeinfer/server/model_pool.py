@@ -106,7 +106,7 @@ class ModelPool:
         self._adapters: dict[str, tuple[Adapter, ...]] = {}
         self._changing_adapters = asyncio.Lock()
         self.last_error = ""
-        #: Called on the event loop after each load, with the model and the time (s) that it took.
+        #: Called on the event loop after each load: model, engine, and how long (s) the load took.
         self.on_loaded: Callable[[str, LoadedEngine, float], None] = lambda model, loaded, seconds: None
 
     def resolve(self, name: str | None) -> str:
@@ -471,7 +471,7 @@ class ModelAdministrator(Protocol):
     """Pulls and removes models. Each method blocks, and raises what `edgeinfer pull` or `rm` raises."""
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
-        """Pull a model by its catalogue name or source; stop if `cancel` is set."""
+        """Pull the model `text` (catalogue name or source); stop if `cancel` is set."""
 
     def remove(self, name: str) -> None:
         """Remove a model with its snapshots and cached prefixes."""

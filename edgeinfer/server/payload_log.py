@@ -188,10 +188,9 @@ class PayloadLog:
     def remove_old(self) -> None:
         """Remove files that were last written more than 30 days before the newest file.
 
-        Ages are counted from the newest file, not from the clock: if the clock is ahead when the log
-        starts, no file is removed. As soon as a line is written while the clock is ahead, earlier files
-        count as old. After a pause of more than 30 days, earlier files stay until the second new file,
-        or until a later start.
+        Ages are counted from the newest file, not from the clock, so that no file is removed if the
+        clock is ahead at the start. But a line that is written by such a clock makes earlier files old.
+        After a pause of more than 30 days, the second new file or a later start removes old files.
         """
         with contextlib.suppress(OSError):
             files = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]

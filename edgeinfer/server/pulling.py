@@ -12,14 +12,14 @@ from edgeinfer.models import sources
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.platform import paths
 
-#: Prefixes of URLs of Hugging Face. `edgeinfer pull` accepts these URLs without `https://`.
+#: Prefixes of Hugging Face URLs. `sources.parse` reads them as repositories without `https://`.
 _HUBS = ("https://huggingface.co/", "https://hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Run `work(report, cancel)` in a thread, and yield what it reports. Raises what `work` raises.
+    """Run `work(report, cancel)` in a thread; yield its progress reports. Raises what `work` raises.
 
     Closing the generator (`aclose`) sets `cancel`, so that `work` stops.
     """

@@ -62,7 +62,7 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 async def decode(context: RequestContext, kind: type[T]) -> T:
-    """Decode the body as `kind`. Raises Problem 400 (naming wrong fields), 413, 415, 429, 503."""
+    """Decode the body as `kind`. Raises Problem 400 or 415, and what `read_body` raises."""
     headers = context.headers
     if context.dialect.checks_body_type:
         _check_type(headers.get("content-type", "application/json"))

@@ -20,8 +20,8 @@ def common_fields(
 ) -> dict[str, Any]:
     """Return the fields of a GenerateRequest that have the same names in all APIs.
 
-    `options` is the object that has the sampling options and `stop`, by default `body`. The value
-    "none" of `store` means the same as `cache_prompt: false`: no prefix is stored.
+    `options` is the object that has the sampling options and `stop`, by default `body`. The field
+    `store` with "none" means the same as `cache_prompt: false`: no prefix is stored.
     """
     options = options or body
     stop = getattr(options, "stop", None) or ()
@@ -126,7 +126,7 @@ def keep_alive_s(keep_alive: float | str) -> float:
     """Convert `keep_alive` to seconds; -1 means forever.
 
     Text is a duration like "5m" or "1h30m", or a number of seconds. Negative values and more than a
-    year become -1. Raises InvalidRequestError.
+    year become -1. Raises InvalidRequestError for other text.
     """
     try:
         seconds = parse_duration(keep_alive) if isinstance(keep_alive, str) else keep_alive

@@ -25,7 +25,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     #: Refused field → reason for the error text.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Prefix of values of `type` that are refused, although the original API has them → reason.
+    #: Prefix of a refused value of `type` → reason. The original API has these types.
     other_types: ClassVar[Mapping[str, str]] = {}
     #: Prefixes of values of `type`. List elements of such types are ignored like unknown fields.
     dropped_types: ClassVar[tuple[str, ...]] = ()

@@ -53,7 +53,7 @@ def count_tokens(
 
 
 def message_requests(body: wire.MessagesRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Convert the body of POST /v1/messages to one request for the engine.
+    """Convert the body of POST /v1/messages to a list of one request for the engine.
 
     If the last turn is the assistant's, the model continues that turn. Raises InvalidRequestError for a
     file that cannot be decoded.
@@ -233,8 +233,8 @@ class MessageRenderer(Renderer):
 
     A stream is a sequence of content blocks (text, thinking, tool use). Only one block is open at a
     time. The stream begins with the first progress event, because its `message_start` contains the
-    prompt's length. If a stop string of the model ends the answer, not one of the request, the
-    `stop_reason` is "end_turn".
+    prompt's length. Only a stop string of the request gives the `stop_reason` "stop_sequence"; one of
+    the model gives "end_turn".
     """
 
     def __init__(self, context: RequestContext, body: wire.MessagesRequest, info: EngineInfo) -> None:
@@ -255,8 +255,8 @@ class MessageRenderer(Renderer):
                 self._prompt_tokens = event.total_tokens
                 if event.queued or self._started:
                     return b""
-                # the tokens done at the first progress event came from the prefix cache; but if all are
-                # done, some may have been prefilled before this event, and 0 is reported
+                # tokens that are done at the first progress event were cached; but if all are done,
+                # some may have been prefilled before this event: report 0
                 is_done = event.done_tokens == event.total_tokens
                 self._cached_tokens = 0 if is_done else event.done_tokens
                 return self._start()

@@ -39,7 +39,7 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
         "compaction": "conversations are not summarized",
         "mcp_tool_use": "the endpoint calls no MCP servers",
         "mcp_tool_result": "the endpoint calls no MCP servers",
-        # the endpoint supports these blocks, but in other turns
+        # the endpoint accepts the following blocks, but only in the turns that the reason names
         "thinking": "only assistant turns may contain it",
         "tool_use": "only assistant turns may contain it",
         "tool_result": "only user turns may contain it",
@@ -105,7 +105,7 @@ class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="type"):
-    """A tool that a tool search found. The model sees it from this message on."""
+    """A tool that a tool search found. The model sees the tool from this message on."""
 
     tool_name: ToolName
 
@@ -182,7 +182,7 @@ class ThinkingAdaptive(Wire, frozen=True, tag="adaptive", tag_field="type"):
 
 
 class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="type"):
-    """`thinking`: as `adaptive`, because a local model cannot be told to reason between tool calls."""
+    """`thinking`: treated like `adaptive`, as local models cannot be told to reason between calls."""
 
 
 class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):

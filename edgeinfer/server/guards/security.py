@@ -83,7 +83,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         raise Problem(403, message, code="origin_not_allowed")
 
     def check_key(self, headers: Headers, route: str) -> str:
-        """Return the name of the request's API key; "" if none is needed. Raises Problem 401."""
+        """Return the API key's name; "" if the endpoint or `route` needs none. Raises Problem 401."""
         if not self.keys:
             return ""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")

@@ -80,7 +80,7 @@ def rerank(context: RequestContext, body: wire.RerankRequest, engine: Engine) ->
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
     n_of_query = len(engine.tokenize(body.query, add_special=True))
-    # query and document are tokenized separately below, but BERT models put only one [SEP] between them
+    # tokenized separately, query and document have two tokens between them; BERT models get only [SEP]
     n_shared = 1 if engine.info.eos_token == "[SEP]" else 0
     n_of_texts = [len(engine.tokenize(text, add_special=True)) for text in texts]
     tokens = sum(n_of_query + n - n_shared for n in n_of_texts)

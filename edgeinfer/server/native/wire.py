@@ -33,7 +33,7 @@ from edgeinfer.server.wire_types import (
 
 
 class TokenizeRequest(ModelFields, frozen=True, kw_only=True):
-    """Body of POST /tokenize."""
+    """Body of POST /tokenize, with the fields of llama.cpp's server."""
 
     content: Text
     add_special: bool = False
@@ -104,7 +104,7 @@ class VerifyRequest(ModelFields, frozen=True, kw_only=True):
 
 
 class InferQuery(GenerationFields, frozen=True, kw_only=True):
-    """Query of GET and POST /infer. A longer prompt has to be in the body."""
+    """Query of GET and POST /infer. A prompt of more than 4,096 characters must be in the body."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
     system: Annotated[str, Meta(max_length=4096)] | None = None
@@ -151,7 +151,7 @@ class RecallRequest(Wire, frozen=True, kw_only=True):
 class RecallReply(Reply, frozen=True, kw_only=True):
     """Response of POST /v1/models/{id}/recall.
 
-    `n_tokens` is the length of the prefilled prefix; 0 if no cached prefix of the agent fits.
+    `n_tokens` is the length of the prefilled prefix; 0 if there is none, or if it exceeds the context.
     """
 
     id: str
@@ -221,9 +221,9 @@ class Props(Reply, frozen=True, kw_only=True):
     """Response of GET /props and GET /status.
 
     The fields from `default_generation_settings` to `modalities` describe the default model, as in
-    llama.cpp's server. `requests` is the number of running requests that use a model. `loose_tools` has
-    a text with name and reason for each configured tool whose arguments may differ from its schema.
-    `payload_log` is null if switched off.
+    llama.cpp's server. `requests` is the number of running requests that use a model. For each
+    configured tool whose arguments may differ from the tool's schema, `loose_tools` has the tool's name
+    and the reason. `payload_log` is null if switched off.
     """
 
     version: str

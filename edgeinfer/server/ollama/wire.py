@@ -304,7 +304,7 @@ class OllamaShowReply(Reply, frozen=True, kw_only=True):
 
 
 class OllamaStatus(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """Progress of a pull (bytes), or the end of a pull or deletion: `status` "success"."""
+    """Progress of a pull (`completed` of `total` bytes), or "success" after a pull or deletion."""
 
     status: str
     digest: str = ""

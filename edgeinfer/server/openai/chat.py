@@ -244,7 +244,7 @@ class OpenAIRenderer(Renderer):
     ) -> bytes:
         """Encode a chunk of the answer `index` without its end (`_TAIL`).
 
-        `fields` are JSON fields of the choice, e.g. `"text":"Hello"`; the other two are JSON values.
+        `fields` are e.g. `"text":"Hello"`. `logprobs` and `finish` (the finish reason) are JSON values.
         """
         values = (self._head, index, fields, finish, logprobs)
         return b'%b{"index":%d,%b,"finish_reason":%b,"logprobs":%b}' % values

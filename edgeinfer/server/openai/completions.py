@@ -49,7 +49,7 @@ async def completions(context: RequestContext, body: wire.CompletionRequest) -> 
 def prompts_of(
     prompt: str | Sequence[str | int | Sequence[int]], param: str, max_prompts: int = 64
 ) -> list[TextOrTokens]:
-    """Convert the field `param` of a request to a list of prompts: texts, or tuples of token ids.
+    """Convert `prompt`, the value of the field `param`, to a list of texts or of tuples of token ids.
 
     Raises InvalidRequestError if the list mixes texts and token ids, or has more than `max_prompts`.
     """
@@ -154,7 +154,7 @@ class CompletionRenderer(OpenAIRenderer):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def opening(self) -> bytes:
-        """Return the echoed prompts; b"" if `event` will send them with the requested logprobs."""
+        """Return the prompts to echo; b"" without `echo`, or if `event` sends them with logprobs."""
         if self._body.logprobs is not None:
             return b""
         texts = [(index, self._echo(index, None)) for index in range(self.count)]

@@ -53,7 +53,7 @@ class RefusalPart(Wire, frozen=True, tag="refusal", tag_field="type"):
 
 
 class ImageUrl(Wire, frozen=True, kw_only=True):
-    """A picture as a `data:` URI. Other URLs are refused; `detail` is ignored."""
+    """A picture as a `data:` URI. Other URLs are refused; OpenAI's field `detail` is ignored."""
 
     url: Text
 

@@ -122,7 +122,7 @@ def find_stored(context: RequestContext) -> tuple[ResponseStore, StoredResponse]
 
 
 def response_requests(body: wire.ResponsesRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Convert the body of POST /v1/responses to one request for the engine.
+    """Convert the body of POST /v1/responses to a list of one request for the engine.
 
     Raises InvalidRequestError for a file that cannot be decoded.
     """

@@ -117,7 +117,7 @@ class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag
 
 
 class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
-    """Reasoning of an earlier answer. Without `content`, the model sees its summary."""
+    """Reasoning of an earlier answer. Without `content`, the model sees `summary`."""
 
     summary: Annotated[list[SummaryText], Meta(max_length=64)] = msgspec.field(default_factory=list)
     content: Annotated[list[ReasoningText], Meta(max_length=64)] | None = None

@@ -147,7 +147,7 @@ class Conversations:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def report(self, error: Exception) -> None:
-        """Log an unexpected exception that affects only one turn, e.g. while it is rendered."""
+        """Log an unexpected exception that affects only one turn, e.g. an error in rendering."""
         self._endpoint.log.error("internal", error)
 
     def latest_answer(self, conversation_id: int) -> RunningAnswer:

@@ -46,7 +46,7 @@ class Pulls:
             task.add_done_callback(self._tasks.discard)
 
     def stop(self, name: str) -> None:
-        """Stop a pull, keeping downloaded data, or remove a failed pull from the list."""
+        """Stop pulling `name` but keep the downloaded data; remove a failed pull from the list."""
         if (stop := self._stops.get(name)) is None:
             self.now.pop(name, None)
         else:  # the pull stays listed: until it ends, no other pull of the model can start

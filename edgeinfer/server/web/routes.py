@@ -252,7 +252,7 @@ async def evaluations(context: RequestContext) -> list[wire.Report]:
 
 @ROUTES.get(f"{PATH}/evaluations/{{id}}", web="cookie")
 async def evaluation(context: RequestContext) -> wire.Report:
-    """Return a report as HTML. Raises Problem 404 if there is none."""
+    """Return the report `{id}` as HTML. Raises Problem 404 if there is no such report."""
     reports = await context.endpoint.in_thread(_reports)
     path = next((path for _, path in reports if path.stem == context.path_id), None)
     if path is None:
@@ -266,7 +266,7 @@ def _reports() -> list[tuple[float, Path]]:
     return sorted(((path.stat().st_mtime, path) for path in reports), reverse=True)
 
 
-# the playground sends OpenAI requests, which are not stored
+# for the playground of the page: OpenAI's route with the cookie in place of an API key
 ROUTES.post(f"{PATH}/chat/completions", web="cookie")(chat_completions)
 
 
@@ -326,7 +326,7 @@ def _download(conversation: Conversation, text: str, suffix: str) -> Response:
 
 @ROUTES.post(f"{PATH}/conversations/{{id}}/questions", uses_model=False, web="cookie")
 async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
-    """Ask or edit a question in a conversation, or ask it in a new one (id 0)."""
+    """Ask or edit a question in a conversation (id 0: ask in a new conversation)."""
     conversation_id = _id(context)
     if body.tools:
         await context.endpoint.use_tools()

@@ -115,7 +115,7 @@ class Report(Reply, frozen=True, kw_only=True):
 
 
 class Pull(Reply, frozen=True, kw_only=True):
-    """A running or failed pull. `done` and `total` are bytes; `total` is 0 if unknown."""
+    """A running or failed pull. `text` is its stage or error, `done` of `total` (0: unknown) bytes."""
 
     name: str
     text: str = "looking up"
