@@ -69,10 +69,10 @@ def test_doctor_names_a_signing_key_that_cannot_be_used(checks, tmp_path):
 
 def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
     def fail():
-        raise EngineError("no CPU backend")
+        raise EngineError("no CPU backend", hint="install it")
 
     assert doctor_module._run_check("llama.cpp", fail) == [
-        Finding("fail", "no CPU backend", "run `edgeinfer doctor`", name="llama.cpp")
+        Finding("fail", "no CPU backend", "install it", name="llama.cpp")
     ]
 
 
