@@ -106,7 +106,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
     record = _record_path(storage.model_prefix(word))
-    # if the file `record` exists, the whole word, including the colon, is the name of a pulled model
+    # if a model was pulled under the name `m:q4`, the word does not mean quantization q4 of model m
     if not quantization or folder is None or os.path.exists(record):
         return ""
     try:

@@ -33,7 +33,7 @@ def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
 
 
 def text_only(tokens: Iterable[int]) -> list[int]:
-    """Return the tokens without the rows of pictures."""
+    """Return the tokens of text: those that are not negative, as the pseudo-tokens of pictures are."""
     return [token for token in tokens if token >= 0]
 
 

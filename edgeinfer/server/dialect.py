@@ -54,7 +54,10 @@ _OPEN_BODY_BYTES = 8 << 10
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One HTTP method at one path, with its handler and its JSON types."""
+    """One HTTP method at one path, with its handler and its JSON types.
+
+    `takes` names the handler's parameters: "body", "query", both or none.
+    """
 
     path: str
     handler: Handler
@@ -64,7 +67,6 @@ class Operation(msgspec.Struct, frozen=True):
     reply: Any = None
     body: Any = None
     query: Any = None
-    #: Which of the parameters "body" and "query" the handler has.
     takes: tuple[str, ...] = ()
     streams: bool = False
     #: Whether a request counts towards `max_requests`, and is refused while the endpoint drains.

@@ -294,7 +294,7 @@ class ChatTools:
             return use.end("failed", "there is no such tool")
         front.show_use(use, "starting…")
         server = self.toolbox.start(bound.server, stop)
-        # a server that was just started may have sent a list without this tool
+        # an MCP server that was just started sends its list of tools anew, maybe without this tool
         bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
             return use.end("failed", "the server no longer has this tool")

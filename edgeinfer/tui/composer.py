@@ -269,7 +269,7 @@ _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Attachments of the next question, shown in `line`.
+    """Attachments of the next question. The widget `line` shows their names.
 
     `unnamed` are those that the question's text does not mention by `@name`, e.g. pasted texts.
     """

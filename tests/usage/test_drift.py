@@ -163,9 +163,9 @@ def test_counts_that_cannot_be_written_cost_no_answer(fault, tmp_path):
 
 def test_verb_says_what_is_missing_or_damaged(capsys):
     assert main(["drift"]) == 0
-    assert "no answers were recorded in these weeks" in capsys.readouterr().out
+    assert "no answers were recorded in the weeks that end on " in capsys.readouterr().out
     assert main(["drift", "qwen3-4b"]) == 2
-    assert "no answers of qwen3-4b were recorded in these weeks" in capsys.readouterr().err
+    assert "no answers of qwen3-4b were recorded in the weeks that end on " in capsys.readouterr().err
     assert main(["drift", "--until", "tomorrow"]) == 2
     assert "'tomorrow' is not a date; use YYYY-MM-DD" in capsys.readouterr().err
     assert main(["drift", "--until", "2026-11-22", "--against", "2026-11-16"]) == 2

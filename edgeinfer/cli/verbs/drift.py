@@ -29,7 +29,8 @@ class DriftResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         parts = [self._part(model, changes) for model, changes in self.models.items()]
-        return "\n\n".join(parts) or "no answers were recorded in these weeks"
+        weeks = f"the weeks that end on {self.against} and {self.until}"
+        return "\n\n".join(parts) or f"no answers were recorded in {weeks}"
 
     def _part(self, model: str, changes: tuple[Change, ...]) -> str:
         head = f"{model}, week to {self.until} compared with week to {self.against}: "
@@ -80,7 +81,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> DriftResult:
         name = options.model if options.model in models else resolve(options.model).name
         if name not in models:
             off = "" if host.config.drift.record else "; drift.record is off in config.toml"
-            problem = f"no answers of {name} were recorded in these weeks{off}"
+            weeks = f"the weeks that end on {against} and {until}"
+            problem = f"no answers of {name} were recorded in {weeks}{off}"
             raise UsageError(problem, hint="`edgeinfer drift` shows all models")
         models = {name: models[name]}
     return DriftResult(until=f"{until}", against=f"{against}", models=models)

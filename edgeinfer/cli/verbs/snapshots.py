@@ -376,7 +376,7 @@ def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
     if not candidates:
         outcome = f"has not loaded {model}" if model and loaded else "has loaded no model"
         problem = f"process {pid} {outcome}"
-        raise UsageError(problem, hint=f"{_PS}; a model is loaded at its first request")
+        raise UsageError(problem, hint=f"send a request to load the model, or choose another: {_PS}")
     if len({process.model for process in candidates}) > 1:
         names = ", ".join(sorted(process.model for process in candidates))
         raise UsageError(f"process {pid} has several models: {names}", hint="name one: `--model NAME`")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: Inserted after the first character of an escaped control token. It is a Unicode noncharacter.
 MARK = "\ufdd0"
-#: How a template that writes messages as ASCII-only JSON writes MARK. If a client writes these
-#: characters into a message, they are escaped like a control token.
+#: MARK as templates write it that encode messages as ASCII-only JSON. If a client's message contains
+#: these six characters, they are escaped like a control token.
 _MARK_IN_JSON = "\\ufdd0"
 _MARKS = re.compile(f"{MARK}({MARK}?)")
 #: A regex searches for this many first characters of control tokens; then whole tokens are compared.

@@ -10,7 +10,7 @@ from typing import Any
 from edgeinfer.runtime.sampling.json_schema import target, value_schemas
 from edgeinfer.runtime.sampling.schema_overlaps import TYPES, Overlaps, kinds_of
 
-#: Longest value (characters) that is parsed; longer values are text.
+#: Longest value of a tool call's parameter (characters) that is parsed; longer ones are text.
 _MAX_LITERAL = 100_000
 #: Shared encoder: creating one takes longer than encoding a token.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -56,7 +56,7 @@ _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
 #: the difference, so that a draft model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
-#: `DraftModel.balance` (how much drafts may still lose): its first value, and its maximum.
+#: How much drafts may still lose (`DraftModel.balance`, in steps of one token): at first, and at most.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
 #: Each step adds this share of a token's cost to `DraftModel.balance`.
 _LOSS_SHARE = 0.01

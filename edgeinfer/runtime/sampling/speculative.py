@@ -40,8 +40,8 @@ _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
 _MEASURE_S = 0.7
 #: Weight of a step without drafts in the average time of such steps.
 _PLAIN_WEIGHT = 0.1
-#: Weight of a step with drafts in the average time of steps without drafts, and of a step without
-#: drafts in the extrapolated cost of the largest batch.
+#: Weight of two slow corrections: a step with drafts corrects the average time of steps without drafts,
+#: and a step without drafts lowers the cost of the largest batch if it exceeds the extrapolated one.
 _DRIFT = 0.03
 #: Least weight of a step with drafts in a measured cost. In a cost that is assumed or extrapolated, the
 #: first such step has the weight 1.0.
