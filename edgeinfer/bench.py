@@ -34,7 +34,7 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.safe_text import without_controls
 
-#: Limits of one answer: size (bytes) of the response, and time (s) to read it.
+#: Limits of one answer: maximum size (bytes) of the response, and maximum time (s) to read it.
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
@@ -153,7 +153,7 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
         with await in_thread(_connect, url) as connection:
             try:
                 return await in_thread(_exchange, connection, request, began)
-            # If this task is cancelled, the thread still reads; a shutdown of the connection ends that.
+            # If this task is cancelled, its thread reads on until the connection is shut down.
             # `SSLSocket.shutdown` is not called, because it turns the encryption off.
             finally:
                 with contextlib.suppress(OSError):
@@ -214,17 +214,18 @@ _WORDS = (
     "business issue side kind head house service friend father power hour game line end member law "
     "car city community name "
 ).split()
-#: With this at the end of a prompt, any chat model answers with more tokens than are measured.
+#: End of a prompt to which any chat model answers with more tokens than are measured.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
-#: Request fields of llama.cpp and edgeinfer. A server that refuses them is asked without them.
+#: Request fields that llama.cpp and edgeinfer have. A server that refuses them gets requests without
+#: them.
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", _FIELDS),
     ("/v1/completions", {}),
     ("/v1/chat/completions", {}),
 )
-#: Data that `noise_ms` hashes.
+#: Data that `noise_ms` hashes, to measure how busy the machine is.
 _NOISE = bytes(16 << 20)
 _FEW, _MORE = 32, 160
 
@@ -280,7 +281,7 @@ class MeasuredServer:
         self._meter = meter if meter is not None and target.is_here else None
         self._path, self._fields = _FORMS[0]
         self._words_per_token, self._fixed_tokens = 1.0, 0.0
-        # prompts differ by server, because edgeinfer's endpoints share a prefix cache on disk
+        # use other prompts for each server, because edgeinfer's endpoints share a prefix cache on disk
         self._random = random.Random(f"{key} {name}")
         self.notes: set[str] = set()
         self.last_prompt = self.last_turn = ""

@@ -145,7 +145,7 @@ class ContextLengthError(InvalidRequestError):
         n_ctx: int | str | None = None,
     ) -> None:
         super().__init__(message, param=param, hint=hint)
-        # numbers are texts if `from_fields` makes the error
+        # `from_fields` makes an error from texts, so a number may be a text here
         self.n_tokens = None if n_tokens is None else int(n_tokens)
         self.n_ctx = None if n_ctx is None else int(n_ctx)
 

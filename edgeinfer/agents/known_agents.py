@@ -20,12 +20,13 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.platform.process import SignalHandlers, start_child
 
-#: Name under which agents with a list of model providers list this endpoint.
+#: Name of this endpoint in agents that have a list of model providers.
 PROVIDER = "edgeinfer"
-#: An answer may have at most `n_ctx // _ANSWER_SHARE` tokens, and at most `_ANSWER_TOKENS`.
+#: An agent's answer may have at most `n_ctx // _ANSWER_SHARE` tokens, and at most `_ANSWER_TOKENS`.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
-#: Default of `Agent.room_tokens`: context (tokens) for answers and tool results.
+#: Default of `Agent.room_tokens`: part of the context (tokens) that an agent's first request must leave
+#: free for answers and tool results.
 _ROOM_TOKENS = 4096
 #: Minimum value (tokens) of Claude Code's variable CLAUDE_CODE_AUTO_COMPACT_WINDOW.
 _CLAUDE_WINDOW = 100_000

@@ -81,12 +81,13 @@ RULES = (
 )
 NAMES = tuple(rule.name for rule in RULES)
 
-#: Tags around a reminder, which an agent adds to the user's text.
+#: Tags around a reminder, i.e. a text that an agent adds to the user's text.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
 #: Maximum number of stored reminders, and maximum number of characters of each.
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
-#: The first tag of Codex's user turn about its environment, and the elements there that name folders.
+#: Tag with which Codex's user turn about its environment begins, and the elements in it that name
+#: folders.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
@@ -278,7 +279,8 @@ def _with_content(turn: Message, content: str) -> Message:
 _FOLDER = re.compile(r"[Ww]orking directory: (/[^\n]*)|<cwd>(/[^<\n]*)</cwd>")
 _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_date>)[^\n]*")
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
-#: Matches the characters of a project's path that agents replace by `-` to name its memory folder.
+#: Matches each character of a project's path that agents replace by `-` in the name of the project's
+#: memory folder.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
 #: Maximum length (characters) of markup between the last line that names the folder and user text.
 _MARKUP = 80

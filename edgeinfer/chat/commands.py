@@ -145,7 +145,7 @@ class CommandCompletion(msgspec.Struct, frozen=True):
     whole: bool = False
 
 
-#: For each kind of argument, a function that returns the values to choose from, with descriptions.
+#: Kind of argument → function that returns its possible values, each with a description.
 Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 

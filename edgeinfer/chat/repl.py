@@ -284,7 +284,8 @@ class Repl:
         self.show_text(text)
         self._write("? ")
         with contextlib.suppress(OSError):  # `select` fails for a StringIO, and on Windows
-            # do not block in a read: after a stop of the call, it would take the user's next line
+            # wait for input without a read: after the call is stopped, a blocked read would take the
+            # next line that the user types
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass
         if stop is not None and stop.is_set:

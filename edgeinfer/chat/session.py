@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 _TITLE_CELLS = 60
 #: A submitted answer: its turn, its request and its generation.
 _Submitted = tuple[Turn, GenerateRequest, Generation]
-#: Offset (bytes) of the locks on drafts in the lock file; locks on conversations have lower offsets.
+#: Offset (bytes) in the lock file. The byte at this offset plus a conversation's id locks the draft of
+#: the conversation; the byte at the id itself locks the conversation.
 _DRAFTS = 1 << 40
 
 
@@ -348,8 +349,8 @@ class ChatSession:
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # permissions to call tools belong to this pair, not to the id: a new file begins with id 1
-        # again, and permissions that were given in the old file must not apply
+        # the permissions to call tools belong to this pair. The id would not suffice: a new database
+        # begins with id 1 again, and the permissions given in the old one must not apply
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:

@@ -46,7 +46,8 @@ class SpeculativePrefill:
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        # `tui.rehearsal` sets False, because a process must have no prefill thread when snapshotted
+        # `tui.rehearsal` sets this to False, because a process that is saved in a snapshot must not
+        # have a prefill thread
         self.enabled = True
         self.cached_tokens = 0
         self._conversation = 0

@@ -28,7 +28,7 @@ from edgeinfer.cluster.replica import ENDING_S, EndpointReplica
 
 #: Maximum number of running requests in the front end: so high that only the replicas' limits matter.
 _MANY = 10_000
-#: Interval (s) at which Serve counts waiting requests. With Serve's default, the first request to a
+#: Interval (s) at which Ray Serve counts waiting requests. With Ray's default, the first request to a
 #: model without a running replica would wait up to 10 s longer.
 _COUNT_S = 0.2
 _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
@@ -129,7 +129,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         available = self.select_available_replicas(candidate_replicas)
         by_id = {replica.replica_id: replica for replica in available}
         cached_at = self._affinity.find(request.prefix_hashes, by_id) if request else None
-        # shuffle the list, because Serve takes the first of equally busy replicas
+        # shuffle the replicas, because Ray Serve takes the first of equally busy ones
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
         return [shuffled] if cached_at is None else [[by_id[cached_at]], shuffled]
 

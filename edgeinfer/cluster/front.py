@@ -28,7 +28,8 @@ _STREAMS = ("text/event-stream", "application/x-ndjson")
 _HEALTH_PATHS = ("/health", "/healthz")
 
 
-#: Sends a request to a replica of one model; yields an `Ack`, a `ResponseStart`, the body's pieces.
+#: Function that sends a request to a replica of one model. It yields an `Ack`, a `ResponseStart`, and
+#: the pieces of the body.
 Answer = Callable[[Request], AsyncIterator[Chunk]]
 
 
@@ -43,7 +44,7 @@ class FrontEnd:
 
     async def answer(self, request: HttpRequest) -> Response:
         """Forward a request to a replica. Health checks and the list of models are answered here."""
-        # `request.url` is not used: it contains the Host header, which is not yet checked
+        # do not use `request.url`: it contains the Host header, which is not yet checked
         route = app.match_route(request.scope["path"])
         try:
             return await self._answer(request, route)

@@ -29,7 +29,8 @@ def main() -> int:
     from edgeinfer.launcher.argv import LAUNCH_VERBS, CommandLine, with_verb
     from edgeinfer.platform import process
 
-    # the process has hardly waited yet, so its CPU time is about the time since its exec
+    # Python has no call for the time of exec. This process has hardly waited yet, so its CPU time is
+    # about its age
     exec_ns = main_ns - time.process_time_ns()
     process.open_missing_streams()
     argv = with_verb(sys.argv[1:])
@@ -39,8 +40,8 @@ def main() -> int:
 
         Launcher(CommandLine(argv), exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):
-        # the one-file program contains two programs: this launcher, and the application, which has the
-        # modules of `cli` (shipping.shipped)
+        # the one-file program contains this launcher and the application. Only the application has the
+        # modules of `cli`, so execute it (shipping.shipped)
         import os
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -138,7 +138,8 @@ class Apps:
         request.reason, request.hint = "", choice.warm_hint
         request.spawn_ns = time.monotonic_ns()
         app = self._send_request(supervise.resume(manifest, folder), request, fds)
-        # the lock's mtime is the time of the last use: least recently used snapshots are removed first
+        # set the mtime of the lock file, which tells when the snapshot was last used: the least
+        # recently used snapshots are removed first
         process.quietly(os.utime, f"{folder}/{storage.LOCK}")
         return app
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Each verb that loads a model, with the number of words that must follow a model's name: `run WORD`
-#: has only a prompt, `run WORD WORD` has a model and a prompt.
+#: Verb that loads a model → number of words that must follow the name of the model. In `run WORD`, the
+#: word is the prompt; in `run WORD WORD`, the first word is the model.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
 #: Options of LAUNCH_VERBS that take no value; every other option of these verbs takes one.
 SWITCHES = frozenset(

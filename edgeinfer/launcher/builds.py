@@ -13,13 +13,13 @@ from edgeinfer.snapshot_format import storage
 
 #: Module that builds a snapshot in the background.
 JOBS = "edgeinfer.snapshots.builder.jobs"
-#: Log file in the state directory; a line says that a background build succeeded, or why it did not.
+#: Log file in the state directory. Each line says that a background build succeeded, or why it did not.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 #: Reasons why a background build has nothing to do. In the log, they do not count as failures.
 ALREADY_BUILT, BEING_BUILT = "it is already built", "another process is building it"
 SWITCHED_OFF = "switched off (snapshots.auto-warm)"
-#: Separators in the log's line of a failed build: NAME: not built: REASON; again: COMMAND.
+#: Parts of the log line of a failed build, which is `NAME: not built: REASON; again: COMMAND`.
 _NOT_BUILT, _AGAIN = ": not built: ", "; again: "
 _STAMP = "%Y-%m-%dT%H:%M:%S%z"
 

@@ -78,7 +78,8 @@ class Launcher:
     # --- running
 
     def _handle_events(self) -> None:
-        # a copy, without apps that this loop starts: one may reuse a descriptor that poll has reported
+        # go through a copy, without apps that this loop starts: a new app may get a descriptor number
+        # that poll has reported for an ended app
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):

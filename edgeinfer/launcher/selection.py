@@ -87,7 +87,8 @@ def launch_choice(line: CommandLine) -> LaunchChoice:
     by_age = reversed(storage.generations().items())
     folders = {storage.model_prefix_of(name): newest for name, (newest, *_) in by_age}
     warm = _find_warm(line.first_word, folders)
-    # if the named model has no snapshot, that of the default model is not resumed: it would not help
+    # if the named model has no snapshot, do not resume the default model's snapshot, which would not
+    # help
     model = warm or line.named_model or _find_warm(default, folders) or default
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)

@@ -82,8 +82,8 @@ class Terminal:
         time.sleep(_DYING_S)
         import termios
 
-        # a full-screen app switches off ISIG (Ctrl-C sends a signal). If ISIG is on, the shell has
-        # already set its own modes, and only the screen must be restored
+        # with the mode ISIG, Ctrl-C sends a signal; a full-screen app switches it off. If ISIG is on,
+        # the shell has already set its own modes, and only the screen must be restored
         if termios.tcgetattr(self._fd)[3] & termios.ISIG:
             os.write(self._fd, RESTORE)
         else:

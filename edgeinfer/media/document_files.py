@@ -20,9 +20,10 @@ _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
-#: Number of texts that are cached, because a chat sends its documents again in each turn.
+#: Maximum number of documents whose texts are cached, because a chat sends its documents in each turn.
 _N_CACHED = 8
-#: Cached texts by the SHA-256 of the caller's API key and the file, so that callers do not share texts.
+#: SHA-256 of the caller's API key and the file → cached text of the file. Callers with other keys do
+#: not get the text.
 _cached: OrderedDict[bytes, str] = OrderedDict()
 _caching = threading.Lock()
 

@@ -26,7 +26,8 @@ from edgeinfer.media.picture_decoder_process import limit, refuse
 from edgeinfer.platform.process import die_with_parent
 
 CPU_S = 20
-#: Maximum number of a PDF's pages to read as text, and as pictures: as many as a request may have.
+#: Maximum number of pages of a PDF that are read: as text, or as pictures (as many as a request may
+#: have).
 MAX_PAGES = {"text": 1000, "pages": 64}
 #: Length (pixels) of the longer side of a page's picture: A4 at 130 dots per inch.
 PAGE_PIXELS = 1536
@@ -34,7 +35,7 @@ PAGE_PIXELS = 1536
 _MAX_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
-#: Name of an HTML element whose content is not text of the page → pattern of its end tag.
+#: Name of an HTML element that contains no text of the page, e.g. "script" → pattern of its end tag.
 _ENDS = {
     name: re.compile(rf"</{name}\s*>", re.IGNORECASE)
     for name in ("script", "style", "template", "noscript", "svg")

@@ -19,9 +19,10 @@ from typing import Any
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 
-#: First character of both marks below: a noncharacter of Unicode, which clients' texts may still have.
+#: First character of both marks below: a noncharacter of Unicode, which a client's text may contain,
+#: too.
 _MARK = "\ufdd1"
-#: Stands for a picture in `Message.content`.
+#: Marks the position of a picture in the text `Message.content`.
 PICTURE_MARK = f"{_MARK}\ufdd2"
 #: Replaces `_MARK` in the texts of a message with pictures, so that no text contains a PICTURE_MARK.
 _ESCAPED_MARK = f"{_MARK}\ufdd3"
@@ -72,7 +73,8 @@ def content_fields(parts: Iterable[str | bytes], between: str = "") -> dict[str,
 
 _HELPER = "edgeinfer.media.picture_decoder_process"
 MAX_FILE_BYTES = 32 << 20
-#: Time limit (s) of a decoder process on a busy machine. The process itself limits its CPU time.
+#: Time limit (s) of a decoder process, long enough for a busy machine. The process itself limits its
+#: CPU time.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _MAGIC = re.compile(

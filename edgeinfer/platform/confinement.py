@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 from edgeinfer.platform import linux
 
-#: System calls of Landlock: create a ruleset, add a rule, restrict this process.
+#: Numbers of the system calls of Landlock: create a ruleset, add a rule, restrict this process.
 _CREATE, _ADD = 444, 445
 _RESTRICT = 446
 _GET_VERSION, _PATH_BENEATH = 1, 1
-#: Bits of access rights. _READ: run and read files, list folders. _OF_FILES: all that apply to files.
+#: Sets of Landlock's access rights. _READ: run and read files, list folders. _OF_FILES: all that apply
+#: to files.
 _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
 #: Number of access rights in Landlock's versions 1, 2, …
 _RIGHTS = (13, 14, 15, 15, 16)
@@ -69,7 +70,8 @@ _AND = 0x54
 _IF_EQUAL = 0x15
 _IF_BITS = 0x45
 _RETURN = 0x06
-#: Offsets in seccomp_data of a call's number, of the architecture, and of the arguments' low halves.
+#: Offsets (bytes) in the struct seccomp_data: call number, architecture, lower halves of the first
+#: three arguments.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16

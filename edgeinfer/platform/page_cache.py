@@ -17,7 +17,8 @@ def is_cold(path: str | Path) -> bool:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # a probe must not cause readahead
-        # random offsets: a probe makes the kernel read its page, so later calls would find it cached
+        # probe random offsets: each probe makes the kernel read its page, so a later call would find
+        # the same page cached
         offsets = [random.randrange(size) for _ in range(_PROBES)] if size else []
         missing = sum(not is_cached(file.fileno(), offset) for offset in offsets)
     return missing > _PROBES * _COLD_PART

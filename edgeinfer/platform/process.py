@@ -21,7 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 #: Interval (s) at which `ask_child` checks whether the child has ended.
 _CHILD_POLL_S = 0.01
-#: Niceness of a background process, and of its session: the session gets a tenth of a busy CPU.
+#: Niceness of a background process, and of its session (autogroup), which then gets a tenth of a busy
+#: CPU.
 _LOWEST, _SESSION = 19, 10
 #: Number of tries to set a session's niceness, and pause (s): the kernel allows ten tries per second.
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
@@ -51,7 +52,7 @@ def ask_child(
     import threading
 
     stop = stop or threading.Event()
-    # files, not pipes: a process that a driver starts may keep a pipe open for ever
+    # use files, not pipes: a process that a device driver starts may keep a pipe open for ever
     with _memory_file(content) as stdin, _memory_file() as out, _memory_file() as err:
         child = start_child(child_command(module, *args), stdin=stdin, stdout=out, stderr=err)
         end_s = time.monotonic() + patience_s
@@ -65,7 +66,7 @@ def ask_child(
                 child.wait(1.0)  # a driver's call may never return: leave the child
         if code is None:
             return b"", "was stopped" if stop.is_set() else f"took more than {patience_s:.0f} s"
-        # pread, because the offset is shared with processes that may go on writing
+        # pread, because the file offset is shared with processes that may go on writing
         output, errors = (os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0) for f in (out, err))
     last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
     ending = f"ended with {describe_exit(code)}"

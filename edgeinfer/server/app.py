@@ -67,7 +67,8 @@ class EndpointApp:
                 await refusal(scope, receive, sending)
         finally:
             self._record(context, scope["method"])
-            # free large values now: context and scope reference each other, so they are freed late
+            # free large values now: the context and the ASGI scope refer to each other, so only a later
+            # garbage collection frees them
             context.body, context.answers = None, []
             context.receipts.clear()
 

@@ -105,7 +105,7 @@ class FairPool:
         self._threads = ThreadPoolExecutor(n_threads, name)
         self._lock = threading.Lock()
         self._waiting: RoundRobin[tuple[Future[Any], Callable[[], Any]]] = RoundRobin()
-        #: Future of running work → its caller, and its start on time.monotonic() (s).
+        #: Future of running work → its caller, and when the work started (time.monotonic(), s).
         self._running: dict[object, tuple[str, float]] = {}
 
     def begin(self, caller: str, work: Callable[[], T]) -> Future[T]:
@@ -162,7 +162,8 @@ class FairPool:
 
 #: Number of generations that are submitted beyond the engine's slots, so that no slot ever idles.
 _AHEAD = 2
-#: If the engine has at least this many slots, a single caller can take all but one of them.
+#: Number of slots from which on a single caller can take all but one, so that other callers need not
+#: wait.
 _SHARED_FROM = 4
 
 

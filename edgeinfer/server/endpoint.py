@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 #: Number of ended generations that GET /slots lists.
 _SLOTS = 64
-#: Maximum number of traces that wait to be written. Further traces are dropped.
+#: Maximum number of requests whose traces wait to be written. Further traces are dropped.
 _TRACES = 1024
 _TRACES_S = 1.0
 
@@ -60,7 +60,7 @@ class Endpoint:
     web: Any = None
     #: Adds and removes models; None if no client may do so.
     model_admin: ModelAdministrator | None = None
-    #: File to which traces are written; "" for none.
+    #: Path of the file to which the trace (spans) of each request is appended; "" for none.
     traces: str = ""
     #: Logs requests with their answers (`payload_log.PayloadLog`); None if switched off.
     payload_log: Any = None

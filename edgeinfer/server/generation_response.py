@@ -126,7 +126,8 @@ async def submit_all(
     endpoint, engine = context.endpoint, lease.engine
     caller = context.caller.turn
     if requests[0].n_pictures and not engine.info.can_see:
-        # the engine will refuse the pictures: submit now, so that the client need not wait for a slot
+        # the engine refuses pictures, because its model cannot see: submit now, so that the client gets
+        # this error without waiting for a slot
         await endpoint.preparation.submit(engine, requests[0], caller)
     generations: list[Generation] = []
     context.is_queued = True

@@ -39,8 +39,8 @@ _E2E_SHORT = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5)
 E2E_BUCKETS = (*_E2E_SHORT, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
-#: How long (s) `drift_psi` is cached. Comparing the last seven days with the seven days before them
-#: takes about 20 ms.
+#: How long (s) the value of the metric `drift_psi` is cached. Comparing the last seven days with the
+#: seven days before them takes about 20 ms.
 _DRIFT_S = 300.0
 #: Maximum number of values of the label `key`, including "" (no key) and "other" (all further keys).
 MAX_KEYS = 64

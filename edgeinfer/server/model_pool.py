@@ -27,7 +27,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo
 from edgeinfer.server.model_entry import LoadedEngine, LoadedReply, LoadingReply, ModelEntry
 
-#: In `[serve.aliases]`, a target that stands for the endpoint's default model.
+#: Target in `[serve.aliases]` that means the endpoint's default model, as in `"claude-*" = "default"`.
 DEFAULT = "default"
 #: Memory (bytes) that stays free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20

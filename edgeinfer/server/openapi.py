@@ -99,7 +99,7 @@ def _lenient_schema(
         fields[name] = loose[0] if len(loose) == 1 else {"anyOf": loose}
     for name, reason in declared.refused.items():
         fields[name] = {"enum": _NOTHING, "description": f"Not supported: {reason}."}
-    # clients may omit `type` in objects that are decoded as this kind
+    # clients may leave `type` out if objects without `type` are decoded as this kind
     optional = declared.tag_field if kind.is_untagged_form else None
     required = [name for name in schema.get("required", ()) if name != optional]
     # other fields are allowed: they are ignored and named in `x-edgeinfer-ignored`

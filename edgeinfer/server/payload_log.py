@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 _MAX_BYTES = 64 << 20
 #: Age (s) at which a file is removed.
 _KEPT_S = 30 * 86_400
-#: Matches the name of a log file. A user's own files in the folder are never removed.
+#: Matches the name of a log file, e.g. `payloads-20261130-120000-1.jsonl`. Only these files are
+#: removed: the folder may have the user's own files, too.
 _NAME = re.compile(r"payloads-\d{8}-\d{6}-\d+\.jsonl")
 #: Maximum bytes that wait to be written; further lines are dropped. A line counts as its request's body
 #: plus `_LINE_BYTES`.
@@ -49,14 +50,17 @@ _WARN_AGAIN_S = 60.0
 #: Interval (s) between two fsyncs, and how long (s) `close` waits for the last lines.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-#: Matches a string that consists of a data URL with a media type.
+#: Matches a string that is a whole data URL, e.g. `data:image/png;base64,…`. Its content is not logged.
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(;[\w.+-]+=[^;,]*)*;base64,[^ ]+", re.IGNORECASE)
-#: Maximum depth of objects and lists in a logged request. Python's JSON parser can read this depth.
+#: Maximum nesting of objects and lists in a logged request, so that Python's JSON parser can read the
+#: log.
 _MAX_DEPTH = 900
-#: Keys with plain base64 values (no `data:` URI) → what they hold.
+#: Key of a JSON object whose value is plain base64 (not a `data:` URL) → kind of its content, which is
+#: not logged.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
 _Answers = list[tuple["CollectedAnswer", "Receipt | Refusal | None"]]
-#: A line to encode: the event without request and answers, the request's body, and the answers.
+#: A log line before it is encoded: the event without request and answers, the request's body, and the
+#: answers.
 _Pending = tuple[dict[str, Any], bytes, _Answers]
 
 
@@ -77,7 +81,7 @@ class PayloadLog:
         self._path = Path()
         self._unsynced: set[Path] = set()
         self._sync_s = 0.0
-        #: Reason → when it was last logged (s).
+        #: Reason of a failure → when it was last logged (time.monotonic(), s).
         self._warned_s: dict[str, float] = {}
         self._log.warning("payload-log", folder=str(self._folder), writes="every request and answer")
         self.remove_old()

@@ -20,7 +20,7 @@ _FOLDERS = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'\"]+/)+")
 _FIELD = re.compile(r"field `([^`]*)`")
 _MAX_MESSAGES = 16
 
-#: Beginning of a message of msgspec → OpenAI's error code.
+#: Pattern of the beginning of msgspec's error message → OpenAI's error code.
 _CODES = (
     (re.compile(r"Object contains unknown field"), "unknown_parameter"),
     (re.compile(r"Object missing required field"), "missing_required_parameter"),

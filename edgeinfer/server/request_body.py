@@ -56,7 +56,8 @@ async def read_body(context: RequestContext) -> bytes:
     return b"".join(chunks)
 
 
-#: Matches integers that may not fit into 64 bits.
+#: Matches an integer that may not fit into 64 bits. Only a body with a match is checked for such
+#: integers.
 _LONG_INTEGER = re.compile(rb"[0-9]{19}")
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 

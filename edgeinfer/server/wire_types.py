@@ -23,11 +23,13 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     refused field that is null, false or empty counts as not sent.
     """
 
-    #: Refused field → reason for the error text.
+    #: Name of a refused field → reason, which the error text contains.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Prefix of a refused value of `type` → reason. The original API has these types.
+    #: Prefix of a value of `type`, e.g. "mcp_tool_use" → reason why objects of this type are
+    #: refused, although the original API accepts them.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of values of `type`. List elements of such types are ignored like unknown fields.
+    #: Prefixes of values of `type`, e.g. "web_search_call". A list element of such a type is ignored,
+    #: as an unknown field is.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether an object without `type` is decoded as this class.
     is_untagged_form: ClassVar[bool] = False

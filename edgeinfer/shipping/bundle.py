@@ -25,7 +25,8 @@ from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.shipping.unpack import app_root
 
-#: Bytes at the start of the bundle section that are reserved for the length and the record.
+#: Size (bytes) of the header with which the bundle section begins: the length of the record, then the
+#: record (a PulledModel).
 HEADER_BYTES = 64 << 10
 
 

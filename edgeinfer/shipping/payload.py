@@ -36,9 +36,10 @@ TRAILER_MAGIC = b"EDGETRL1"
 #: and length of its table of contents, Python's version, name of Python's library.
 COOKIE = struct.Struct("!8sIIII64s")
 COOKIE_MAGIC = b"MEI\014\013\012\013\016"
-#: APP_FIELD and MODEL_FIELD are in the bootloader, within this many bytes from the file's start.
+#: Number of bytes at the file's start in which APP_FIELD and MODEL_FIELD lie, both in the bootloader.
 HEAD_BYTES = 1 << 20
-#: Maximum size (bytes) of an index, so that a damaged length causes no huge allocation.
+#: Maximum size (bytes) of a payload's index (its list of files), so that a damaged length causes no
+#: huge allocation.
 MAX_INDEX_BYTES = 8 << 20
 
 

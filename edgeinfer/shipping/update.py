@@ -57,9 +57,10 @@ SIGNATURE = ".sig"
 PREVIOUS = "previous"
 SEEN = "seen"
 _TRIAL_S = 900
-#: This machine's clock may be slow: a manifest may have been issued up to this long (s) in the future.
+#: How far (s) in the future the date of a release's manifest may lie, because this machine's clock may
+#: be slow.
 _CLOCK_S = 24 * 3600
-#: Maximum size (bytes) of a manifest, and of a signature; maximum time (s) to fetch either.
+#: Maximum size (bytes) of a release's manifest, and of its signature; maximum time (s) to fetch either.
 _MANIFEST_BYTES, _MANIFEST_S = 64 << 10, 60.0
 
 
@@ -231,8 +232,8 @@ def _get(channel: Channel, name: str) -> bytes:
         if event == "connection.connect_tcp.complete":
             connections.append(info["return_value"])
 
-    # after `_MANIFEST_S`, shut the connections down: the client's own timeout limits only each read,
-    # which a server that sends single bytes would never exceed
+    # shut the connections down after `_MANIFEST_S`. The HTTP client's own timeout limits only each
+    # read, so a server that sends single bytes could send for ever
     timer = threading.Timer(_MANIFEST_S, lambda: [*map(http_client.shut_down, connections)])
     timer.start()
     try:

@@ -16,7 +16,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import fingerprint, storage
 
-#: Options that may be "auto": a load then chooses a value that fits the free memory.
+#: Load options that may be "auto": the load then chooses a value that fits the free memory.
 _CHOICES = ("kv_type", "flash_attention")
 
 

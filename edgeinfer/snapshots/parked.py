@@ -178,7 +178,8 @@ def mapped_files() -> tuple[str, ...]:
 
 def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
     """Send the report to the builder, then replace the builder's socket by an unconnected one."""
-    # free unreachable sockets now: later, one would close a descriptor number that is reused below
+    # free unreachable sockets now: if one were freed later, it would close its descriptor number, which
+    # may be reused below
     gc.collect()
     unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parked = msgspec.structs.replace(
@@ -211,7 +212,8 @@ def main() -> None:
         problem = error if isinstance(error, EdgeInferError) else DumpError(message)
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
-    # read before the dump: in a restored process, /proc/self/smaps no longer marks these ranges
+    # read these memory ranges before the dump: in a restored process, /proc/self/smaps no longer marks
+    # them
     loaded.droppable = app_process.read_droppable_ranges()
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)

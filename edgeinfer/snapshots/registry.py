@@ -309,7 +309,8 @@ def list_failures() -> list[Failure]:
     """List this installation's failed builds by snapshot name; skip records that cannot be read."""
     failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
-        # another process may have removed the file, another version may have written it
+        # skip a record that another process has just removed, or that another version of edgeinfer has
+        # written
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             failures.append(msgspec.json.decode(read_regular(path), type=Failure))
     return failures

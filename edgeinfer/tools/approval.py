@@ -29,16 +29,17 @@ Choice = Literal["once", "conversation", "pattern", "no"]
 _PATTERN = re.compile(r"((?:\\.|[^\\()\s])+?)\.((?:\\.|[^\\().\s])+)(?:\((.*)\))?", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTALL)
 _ATOM = re.compile(r"\\?.", re.DOTALL)
-#: Match the characters that a proposed pattern escapes with a backslash: in values, and in names.
+#: Match the characters that get a backslash in a proposed pattern, because they have a meaning there:
+#: in the value of an argument, and in its name.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
-#: Matches a pattern for URLs: scheme, host with port, path.
+#: Matches a pattern for URLs, e.g. `https://*.example.org/docs/*`: scheme, host with port, path.
 _URL_PATTERN = re.compile(r"((?:\\.|[\w.*+-])+)://([^/?#]*)([/?#].*)?", re.DOTALL)
 _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
-#: Characters that can begin a second shell command. A value with `*` does not match an argument that
-#: contains one of these, except for a path or URL.
+#: Characters that can begin a second shell command. If an argument contains one of these, a pattern
+#: with `*` does not match the argument, unless the argument is a path or URL.
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Names of arguments that are paths. For these, a pattern with the path's folder is proposed, and `*`
-#: matches no hidden name.
+#: Names of arguments that are paths. For such an argument, a pattern with the path's folder is
+#: proposed, and `*` does not match hidden names such as `.ssh`.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
 _LONGEST_PATH = 4096
@@ -130,7 +131,8 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
         return _unescape(pattern) == text
     if url := _URL_PATTERN.fullmatch(pattern):
         call = _url(text)
-        # remove the host's final `*`: `a.org*` must not match a.org.example
+        # a final `*` may stand for any path, but not for the end of the host: `https://a.org*` must not
+        # match a.org.example
         host = re.sub(r"(?<=[^:])\*$", "", url[2])
         path = url[3] or ("/" if host == url[2] else "/*")
         return (
@@ -175,7 +177,8 @@ def _spellings(value: Any, folder: Path) -> Iterator[str]:
         lexical = os.path.normpath(folder / path)
         for absolute in (lexical, os.path.realpath(lexical), os.path.realpath(folder / path)):
             for spelling in (absolute, os.path.relpath(absolute, folder)):
-                # add a slash, so that a pattern for the folder and all paths below it matches, too
+                # with a slash at its end, a folder also matches a pattern for all paths below it, e.g.
+                # `/etc/*`
                 yield from (spelling, f"{spelling}/")
 
 

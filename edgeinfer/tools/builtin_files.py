@@ -36,9 +36,10 @@ _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Maximum number of pairs of equal lines in two texts whose diff is computed (takes up to 3 s).
+#: Two texts with more pairs of equal lines than this are shown without a diff. A diff of this many
+#: pairs takes up to 3 s.
 _MAX_PAIRS = 10_000_000
-#: Time limit (s) of a search, and number of files for each run of grep.
+#: Time limit (s) of a search, and number of files that each run of grep searches.
 _GREP_S, _GREP_FILES = 10, 64
 _MAX_DEPTH = 64
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -224,7 +225,8 @@ class BuiltinFiles(Builtin):
                     below.clear()
                 if self._is_own(folder):
                     below[:], names = [], []
-                # "" is first, so that `stop` is checked also in a folder without files
+                # "" is first and stands for no file, so that `stop` is also checked in a folder without
+                # files
                 for name in ("", *sorted(names)):
                     if stop.is_set:
                         raise StoppedError

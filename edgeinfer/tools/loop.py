@@ -26,9 +26,11 @@ from edgeinfer.tools.tool_use import STOPPED, Stop, StoppedError, ToolUse, safe_
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 
 _MOST_SHOWN = 4000
-#: Maximum number of answers with calls per question, and of bytes of a result that the model gets.
+#: Maximum number of answers with tool calls after a question, and maximum size (bytes) of the result of
+#: a call that the model gets.
 _MOST_ROUNDS, _MOST_RESULT_BYTES = 10, 32 << 10
-#: Maximum number of lines and of characters of a page on which a `Card` is shown on a terminal.
+#: Maximum number of lines, and of characters, on each page of a `Card` (a call to allow or refuse) that
+#: a terminal shows.
 _PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_MORE = "the limit of calls is reached: answer with the results so far, without another call"
@@ -39,9 +41,9 @@ HOW_TO_ADD = 'add some to config.toml, e.g. `builtin = ["read", "glob", "grep"]`
 
 #: The calls since a question, grouped by the answer that made them.
 Rounds = Sequence[Sequence[ToolUse]]
-#: Arguments of a call, by name.
+#: Arguments of a tool call: name → value.
 _Arguments = dict[str, Any]
-#: Tool and arguments of an approved call.
+#: Tool and arguments of an approved tool call.
 _Call = tuple[BoundTool, _Arguments]
 
 
@@ -74,7 +76,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Return the card as text: the call, its diff, the warning, and the possible answers."""
         lines = [f"{_on_one_line(self.server)} · {_on_one_line(self.tool)} wants to run"]
-        # "|" marks the further lines of an argument
+        # mark the second and later lines of an argument with "|"
         for name, text in self._shown_arguments().items():
             lines.append(f"  {name}: {text}".replace("\n", "\n  | "))
         lines += [escape_hidden(self.diff)] if self.diff else []
@@ -246,7 +248,8 @@ class ChatTools:
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
             return tuple(use.end("refused", _NO_MORE) for use in uses)
-        # refuse a call that had the same result twice: small models repeat calls forever
+        # refuse a call that each of the last two answers made with the same result: small models repeat
+        # such calls forever
         repeated = {call[:2] for call in _made_calls(past[-1:]) & _made_calls(past[-2:-1])}
         threads: list[threading.Thread] = []
         with self._closing.calling(stop.set):

@@ -33,12 +33,13 @@ from edgeinfer.tools.mcp_transports import (
 )
 from edgeinfer.tools.tool_use import Progress, Stop, StoppedError, safe_text
 
-#: Supported protocol versions, newest first; a server chooses one.
+#: Supported versions of the MCP protocol, newest first. The MCP server chooses one of them.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-#: Maximum number of pages, of entries and of bytes of a server's list of tools.
+#: Maximum number of pages and of entries of an MCP server's list of tools, and its maximum size
+#: (bytes).
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
 _MAX_LIST_BYTES = 4 << 20
-#: Maximum size (bytes) of the list of names in a notice.
+#: Maximum size (bytes) of the tool names in a notice about an MCP server's invalid tools.
 _MAX_NAMES = 500
 _METHOD_NOT_FOUND = -32601
 _START_S = 60.0
@@ -137,7 +138,7 @@ class McpClient(ToolServer):
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self.lost = ""
-        #: Notices for the user about invalid tools and incomplete lists.
+        #: Notices for the user about invalid tools of this MCP server, and about incomplete lists.
         self.notices: list[str] = []
         self.list_changed = False
         self._transport: StdioTransport | HttpTransport
@@ -338,7 +339,8 @@ class McpClient(ToolServer):
         if pending is not None and pending.on_progress is not None:
             pending.heard_s = time.monotonic()
             done, total = params.get("progress"), params.get("total")
-            # an error of the front end must not end the reading thread
+            # an exception in the front end's callback must not end the thread that reads the server's
+            # messages
             with contextlib.suppress(Exception):
                 share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
                 pending.on_progress(str(params.get("message") or share))

@@ -20,11 +20,13 @@ from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
 
 _MAX_NAME = 48
 _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
-#: Environment variables that every server gets.
+#: Environment variables of this process that every MCP server gets, too.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
-#: File name suffixes of scripts.
+#: Suffixes of scripts in the command of an MCP server. A server whose script the model's tools can
+#: change is not started.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Patterns for comments and for trailing commas in JSON. Strings match as group 1, and are kept.
+#: Patterns that find comments and trailing commas in JSON, to remove them. Strings match as group 1,
+#: and are kept.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
     re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[\]}])'),
@@ -200,7 +202,8 @@ def _fill(label: str, text: Any, folder: Path) -> str:
     return filled_text
 
 
-#: Command, environment variables and working folder of a process; None is a new empty folder.
+#: What starts an MCP server: command, environment variables, and working folder (None: a new empty
+#: folder).
 _Start = tuple[tuple[str, ...], dict[str, str], Path | None]
 
 

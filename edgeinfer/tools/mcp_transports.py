@@ -28,20 +28,22 @@ from edgeinfer.platform.process import start_child
 if TYPE_CHECKING:
     import httpx2
 
-#: Largest message (bytes); a larger one ends the session.
+#: Largest message (bytes) of an MCP server; a larger one ends the session.
 MAX_MESSAGE = 16 << 20
-#: Maximum seconds to wait for an answer, even if the server reports progress.
+#: Maximum time (s) to wait for an answer of an MCP server, even if the server reports progress.
 MAX_ANSWER_S = 3600.0
-#: How long (s) to wait for a child's end, and again after SIGTERM; also the timeout of HTTP's DELETE.
+#: How long (s) to wait for the end of an MCP server's process, and again after SIGTERM; also the
+#: timeout of the DELETE request that ends an HTTP session.
 _CLOSE_S = 0.5
-#: Maximum number of messages that wait to be sent; sending more fails.
+#: Maximum number of messages that wait to be sent to an MCP server; sending more fails.
 _MAX_UNSENT = 1000
-#: Timeout (s) of an HTTP post that expects no answer.
+#: Timeout (s) of an HTTP request with a notification, for which the MCP server sends no answer.
 _NOTIFY_S = 10.0
-#: How long (s) after a response its stream is still read, to receive notifications.
+#: How long (s) the stream of an HTTP response is still read after the answer, to receive notifications.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
-#: Errors of Popen; ValueError: an argument contains NUL, or a variable's name contains `=`.
+#: Exceptions of Popen. ValueError means that an argument contains NUL, or a variable's name contains
+#: `=`.
 _START_ERRORS = (OSError, ValueError, subprocess.SubprocessError)
 _BOM = b"\xef\xbb\xbf"
 
@@ -76,7 +78,7 @@ class StdioTransport:
     ends. If `folder` is None, the child runs in a new empty folder.
     """
 
-    #: Session id and protocol version, which only HTTP servers have.
+    #: Session id and protocol version: empty here, because only the HTTP transport has them.
     session = version = ""
 
     def __init__(
@@ -147,7 +149,8 @@ class StdioTransport:
         child.wait()
         errors.join(_CLOSE_S)
         child.stdout.close()
-        # closing would wait for the thread, which reads until grandchildren in other groups end, too
+        # close stderr only if the thread that reads it has ended. `close` would wait for the thread,
+        # which reads until the child's descendants in other process groups end, too
         if not errors.is_alive():
             child.stderr.close()
         self._lost(reason or f"it ended with status {child.returncode}{self.last_output()}")
@@ -162,14 +165,14 @@ class StdioTransport:
             text += line
             if len(text) > MAX_MESSAGE:
                 return f"it sent a message of more than {MAX_MESSAGE >> 20} MiB"
-            # an indented line is not the last one of a message that is printed over several lines
+            # a message may be printed over several lines. An indented line is not the last one
             if is_continued and line[:1] in b" \t":
                 continue
             messages = decode_messages(text)
             for message in messages:
                 self._received(message)
             if messages or is_continued or not text.lstrip(_BOM + b" ").startswith((b"{", b"[")):
-                # this is not JSON, but a text that should have been printed to stderr
+                # this line is not JSON; the MCP server should have printed it to stderr
                 if not messages and line.strip():
                     shown = line[:80].decode(errors="replace").strip()
                     self._output.append(f"not a message: {shown}")

@@ -70,7 +70,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
-        # the parent calls `restore`, unless it was killed; then this process does
+        # the parent process calls `restore`. If the parent was killed, this process must do so
         if os.getppid() != parent:
             files.restore()
         return status
@@ -102,7 +102,7 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
     before = _free(job.folder)
     _change_root(job, read_only)
-    # record the files before the command can change them
+    # record the self-running files (e.g. `.envrc`) before the command can change them
     files = SelfRunning(job.folder, looks_below=False)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     child = os.fork()

@@ -8,19 +8,22 @@ import time
 from collections import deque
 from contextlib import suppress
 
-#: Names of self-running files. HEAD is among them because git executes commands in the file `config`
-#: of a bare repository, i.e. a folder that has HEAD and either `objects` and `refs`, or `commondir`.
+#: Names of self-running files, which other programs execute by themselves. HEAD is among them because
+#: git executes commands in the file `config` of a bare repository, i.e. a folder that has HEAD and
+#: either `objects` and `refs`, or `commondir`.
 NAMES = """
     .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
     HEAD
 """.split()
 _OF_BARE_REPOSITORY = ["config", "config.worktree", "commondir", "hooks"]
-#: Maximum number of names to look at in subfolders, the nearest folders first (30 ms).
+#: Maximum number of names in subfolders that are examined, the nearest folders first (takes 30 ms).
 MAX_NAMES = 20_000
-#: Maximum number of files that one command may create: more could hide a self-running file.
+#: Maximum number of files that one command may create. Among more files, a new self-running file could
+#: be overlooked.
 NEW_FILES = 100_000
 _MAX_REPORTED = 20
-#: How much older (ns) than the clock a new file's times may be: the kernel rounds down to a tick.
+#: By how much (ns) the times of a new file may be older than the clock: the kernel rounds them down to
+#: a tick.
 _TICK_NS = 50_000_000
 
 
@@ -70,9 +73,9 @@ class SelfRunning:
         Call this after the command has ended. Returns a message that names these files, and those that
         the command has removed; "" if there are none.
         """
-        # only the owner may call fchmod, so call it only if the mode has changed
+        # call fchmod only if the command has changed the mode: only the owner of the folder may call it
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:
-            # restore the mode before the files: in a folder without permissions nothing is visible
+            # restore the mode of the folder before its files, which cannot be seen without permissions
             os.fchmod(self._descriptor, self._mode)
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
@@ -99,7 +102,7 @@ class SelfRunning:
         """Return a text that differs if `name` is replaced by another file or link; "" if missing."""
         try:
             info = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            # compare link targets too, because inode numbers are reused
+            # compare the targets of links, too: a new link may get the inode number of a deleted one
             is_link = stat.S_ISLNK(info.st_mode)
             link = os.readlink(name, dir_fd=self._descriptor) if is_link else ""
         except OSError:

@@ -70,7 +70,8 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Usable built-in servers (before `prepare`: all), and the reasons why others cannot be used.
+        #: Usable built-in tool servers by name (before `prepare`: all), and the reasons why others
+        #: cannot be used.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
@@ -82,7 +83,7 @@ class Toolbox:
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
         self._lock = threading.RLock()
-        #: `close` sets this to end servers that are being started.
+        #: `close` sets this, which ends MCP servers that are being started.
         self._closing = Stop()
         self._records = _read_records()
 

@@ -27,7 +27,8 @@ _MAX_BYTES = 2 << 20
 _MAX_REDIRECTS = 5
 _TIMEOUT_S, _CONNECT_S = 30.0, 10.0
 _TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml|pdf)")
-#: IPv6 networks whose addresses contain IPv4 addresses, to which gateways forward packets.
+#: IPv6 networks that do not count as public: gateways forward their packets to IPv4 addresses that are
+#: parts of the IPv6 addresses, and may be private.
 _TRANSLATED = [ipaddress.ip_network(text) for text in ("64:ff9b::/32", "2002::/16", "2001::/32")]
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

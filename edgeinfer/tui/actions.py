@@ -45,7 +45,8 @@ class AppFrontEnd:
 
     def __post_init__(self) -> None:
         self.session = self.view.session
-        #: Model that is being loaded for an opened conversation; "" if the user chose the model.
+        #: Name of the model that is being loaded because the opened conversation uses it; "" if the
+        #: user chose the model.
         self.followed = ""
         self.commander = Commander(self.session, self, self.setup.config, self.setup.tools)
 

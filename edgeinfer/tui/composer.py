@@ -179,8 +179,8 @@ class Composer(TextArea):
         if event.key == "enter":
             event.prevent_default()
             return
-        # Textual drops format characters as not printable, but joiners (U+200C, U+200D) and tags are
-        # parts of words and emoji
+        # insert a format character here: Textual drops it as not printable, but joiners (U+200C,
+        # U+200D) and tags are parts of words and emoji
         if event.character and unicodedata.category(event.character[0]) == "Cf":
             event.stop()
             event.prevent_default()

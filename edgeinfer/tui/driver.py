@@ -112,7 +112,8 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
-            # closed here, not by the reading thread, which may end before a byte is written to the pipe
+            # close the pipe here: the thread that reads keys may end before the byte is written to the
+            # pipe
             for fd in self._waker or ():
                 os.close(fd)
             self._waker = None

@@ -9,9 +9,10 @@ from typing import Any
 from textual.app import App
 from textual.events import Event
 
-#: How many times, after each key, KeyOrder waits for the queues of the focused widget, the screen and
-#: the app. The rounds handle the key, the message of its action (`Sent`), the message of a change that
-#: follows (`Changed`), and the result of a dialog that the key closes.
+#: Number of rounds that KeyOrder waits after each key. In a round, the focused widget, the screen and
+#: the app handle the messages in their queues. Four rounds handle the key, the message of its action
+#: (`Sent`), the message of a change that follows (`Changed`), and the result of a dialog that the key
+#: closes.
 _ROUNDS = 4
 
 

@@ -38,7 +38,8 @@ _ANSWER = (
 )
 _KEYS = "f1 escape f3 escape slash s tab ctrl+up escape pageup ctrl+end".split()
 _CHARACTERS = {"slash": "/", "s": "s"}
-#: Number of refreshes until a key's effect is painted: app, widget, layout of an opened screen, paint.
+#: Number of screen refreshes until a key's effect is painted: one each for the app, the widget, the
+#: layout of an opened screen, and the paint.
 _REFRESHES = 4
 _PAINT_S = 0.2
 _LONGEST_S = 20.0

@@ -112,8 +112,8 @@ class Transcript(ScrollView, can_focus=True):
         width, height = self.text_width, max(self.size.height, 1)
         if not self._bottoms or not self.is_attached:
             return
-        # drawing corrects estimated heights, which may bring other entries into view; usually two
-        # rounds suffice
+        # drawing an entry replaces its estimated height, which may bring further entries into view.
+        # Usually two rounds suffice
         for _ in range(8):
             top = max(0, round(self.scroll_y) - height)
             first = bisect_right(self._bottoms, top)

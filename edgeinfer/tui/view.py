@@ -50,10 +50,12 @@ class StatusPart(NamedTuple):
     shortens: bool = False
 
 
-#: Minimum width (cells) of a terminal that shows the hint; a narrower one shows only the parts.
+#: Minimum width (cells) at which the status line shows the hint at its right edge. A narrower one shows
+#: only the parts on the left.
 _LEAST_FOR_HINT = 60
 
-#: Minimum length (cells) of a shortened part; a part that would be shorter is left out.
+#: Minimum length (cells) to which a part of the status line is cut. If even less fits, the part is left
+#: out.
 _SHORTEST = 14
 
 
@@ -120,7 +122,7 @@ class Loader:
         self._model = model
         self._serial += 1
         self.progress = f"loading {model}…"
-        # a thread, not a Textual worker, because the app would not end before a worker
+        # load in a daemon thread: if this were a Textual worker, the app could not end before the load
         arguments = (model, n_ctx, self._serial)
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 

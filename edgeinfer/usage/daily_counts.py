@@ -139,7 +139,8 @@ class _AnswerObserver(SequenceObserver):
         self.collected = CollectedAnswer()
         self.logprobs: list[float] = []
         self._n_tokens = 0
-        #: Logits of the next token, and log(sum(exp(logits))); None for tokens that are skipped.
+        #: Logits of the next token, and log(sum(exp(logits))); None for a token whose log probability
+        #: is not recorded.
         self._next: tuple[npt.NDArray[np.float32], float] | None = None
         self._log_sum_of = LogSum()
 

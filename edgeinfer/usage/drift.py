@@ -48,8 +48,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 #: Probability that a comparison of two weeks without any change reports a change.
 _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
-#: A value is compared if each week has this many days with answers, and this many independent answers:
-#: their number divided by the design effect, because answers of one session are similar.
+#: Minimum number of days with answers, and of independent answers, that each of two weeks must have to
+#: be compared. The number of independent answers is the number of all answers divided by the design
+#: effect, because answers of one session are similar.
 _MIN_DAYS, _MIN_ANSWERS = 3, 30.0
 
 
@@ -80,7 +81,8 @@ def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
             continue
         shares = [week.sum(0) / week.sum() for week in weeks]
         psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))
-        # divide the level by the number of all values, also those without enough data (Bonferroni)
+        # Bonferroni correction: multiply p by the number of all values, also of those without enough
+        # data
         moved = psi >= _PSI_DRIFT and p * len(names) <= _LEVEL
         old, new = _describe_weeks(name, bins, shares)
         changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=old, now=new))

@@ -305,7 +305,7 @@ class RemoteEngine(ForwardingEngine):
             stream.put(error)
 
 
-#: Methods of `Engine` that a client may call. Msgpack encodes their arguments and results.
+#: Methods of `Engine` that the worker's client may call. Msgpack encodes their arguments and results.
 CALLS = """
     tokenize detokenize tokenize_chat embed rerank agent_prefix use_adapters metrics
     use_threads

@@ -17,10 +17,12 @@ from edgeinfer.errors import StoreError
 _MIGRATIONS = Path(__file__).with_name("migrations")
 _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
-#: How long (s) a copy that was made before a migration is kept.
+#: Age (s) at which a copy of the database is deleted. A copy is made before each migration of the
+#: schema.
 _KEEP_COPIES_S = 30 * 24 * 3600.0
 
-#: Age (s) from which an unfinished copy is deleted, because its process must have ended.
+#: Age (s) at which an unfinished copy of the database is deleted: the process that began the copy must
+#: have ended.
 _COPYING_S = 3600.0
 
 
@@ -176,7 +178,8 @@ def clean_copies(name: str, purged: Sequence[int]) -> None:
                 path.unlink()
     copies = _list_suffixed(name, ".schema-*")
     for path in [path for path in copies if path.suffix.removeprefix(".schema-").isdigit()]:
-        # another process may delete an old copy meanwhile; SQLite must not create it again
+        # another process may delete this copy meanwhile: with `mode=rw`, SQLite does not create it
+        # again
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
                 path.unlink()

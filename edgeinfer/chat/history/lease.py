@@ -8,7 +8,8 @@ import struct
 import sys
 from pathlib import Path
 
-# open file description locks exist only on Linux; elsewhere, two writers make two branches
+# only Linux has open file description locks. On other systems, two processes can write to a
+# conversation at the same time; each writes a separate branch
 _HAS_LOCKS = sys.platform == "linux"
 if sys.platform == "linux":
     from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl

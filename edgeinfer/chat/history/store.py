@@ -40,7 +40,7 @@ UNDO_MS = 24 * 3600 * 1000
 #: Marks around matched words in a snippet: control characters, which shown text does not contain.
 MARK, UNMARK = "\x02", "\x03"
 
-#: Maximum number of turns that a search examines, the newest first.
+#: Maximum number of turns with the searched words that a search examines, the newest first.
 HITS = 4000
 
 _COUNT = "(SELECT count(*) FROM turn t WHERE t.conversation_id = c.id AND t.role = 'user')"
@@ -65,7 +65,8 @@ _SEARCH = f"""
     SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, c.turn_id FROM shown c
     ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
     """
-#: Query for snippets of turns. Without the `+`, SQLite would search the full-text index for each turn.
+#: SQL for the snippets of turns. The `+` makes SQLite search the full-text index once, not for each
+#: turn.
 _SNIPPETS = f"""
     SELECT rowid, snippet(turn_search, 0, '{MARK}', '{UNMARK}', '…', 16) FROM turn_search
     WHERE turn_search MATCH ? AND +rowid IN (SELECT value FROM json_each(?))
@@ -186,7 +187,8 @@ class ConversationStore:
         """Return all turns of a conversation by id; unfinished answers have their text so far."""
         sql = f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id"
         turns = {row[0]: _read(Turn, row) for row in self._rows(sql, conversation_id)}
-        # only the open branch's last turn can be streaming; other unfinished answers were interrupted
+        # a process can be writing only the last turn of the open branch. Other turns with the status
+        # "streaming" were interrupted
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
         for turn in [turn for turn in turns.values() if turn.status == "streaming"]:
@@ -222,8 +224,8 @@ class ConversationStore:
         """Set the status of an ended answer to "streaming", because the model will continue it."""
         with self._transaction():
             self._fold(turn_id, "streaming")
-            # the ids of new pieces begin at 1 again: because of the new time, other processes read the
-            # answer from its first piece
+            # the ids of the answer's new pieces begin at 1 again. The new time makes other processes
+            # read this answer again from its first piece
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id ="
                 " (SELECT conversation_id FROM turn WHERE id = ?)",
@@ -357,8 +359,8 @@ class ConversationStore:
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
-        # a trigger takes the text of a "streaming" turn out of the search index; another one adds the
-        # text at the next change of the status
+        # set "streaming" first: this makes a trigger remove the old text from the search index. The
+        # next change of the status makes another trigger add the new text
         self._set("turn", turn_id, {"status": "streaming"})
         sql = "UPDATE turn SET content = content||?, reasoning = reasoning||?, status = ? WHERE id = ?"
         self.db.execute(sql, (content, reasoning, status, turn_id))

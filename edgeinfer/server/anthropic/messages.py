@@ -163,7 +163,8 @@ def _join_texts(content: str | Sequence[_Texts]) -> str:
     return content if isinstance(content, str) else "\n".join(map(_text, content))
 
 
-#: Matches names of tools with which a client lets the model search for deferred tools.
+#: Matches the name of a client's tool with which the model can search for tools that the client sends
+#: with `defer_loading`, e.g. `tool_search`.
 _SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
 
 
@@ -255,8 +256,8 @@ class MessageRenderer(Renderer):
                 self._prompt_tokens = event.total_tokens
                 if event.queued or self._started:
                     return b""
-                # tokens that are done at the first progress event were cached; but if all are done,
-                # some may have been prefilled before this event: report 0
+                # the tokens that are done at the first progress event came from the prefix cache. If
+                # all are done, some may have been prefilled before the event: report no cached tokens
                 is_done = event.done_tokens == event.total_tokens
                 self._cached_tokens = 0 if is_done else event.done_tokens
                 return self._start()

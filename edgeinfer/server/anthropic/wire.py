@@ -39,13 +39,15 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
         "compaction": "conversations are not summarized",
         "mcp_tool_use": "the endpoint calls no MCP servers",
         "mcp_tool_result": "the endpoint calls no MCP servers",
-        # the endpoint accepts the following blocks, but only in the turns that the reason names
+        # each of these blocks is accepted in one kind of turn: e.g. `document` is refused in assistant
+        # turns
         "thinking": "only assistant turns may contain it",
         "tool_use": "only assistant turns may contain it",
         "tool_result": "only user turns may contain it",
         "document": "only user turns may contain it",
     }
-    #: Content blocks of tools that Anthropic's servers run. They are removed from the conversation.
+    #: Types of content blocks about tools that run on Anthropic's servers. Such blocks are removed from
+    #: the conversation.
     dropped_types: ClassVar = tuple(
         "server_tool_use web_search_tool_result web_fetch_tool_result "
         "code_execution_tool_result bash_code_execution_tool_result "

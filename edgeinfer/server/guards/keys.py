@@ -141,7 +141,8 @@ def read_keys(path: Path) -> list[str]:
 def _is_private(info: os.stat_result) -> bool:
     mode = stat.S_IMODE(info.st_mode)
     if os.getuid() != info.st_uid == 0 and info.st_gid in (os.getegid(), *os.getgroups()):
-        # accept a Secret with fsGroup in Kubernetes: owner root, this process's group, mode 0440
+        # if a Kubernetes Secret is mounted with fsGroup, its file has owner root, a group of this
+        # process, and mode 0440: accept it
         return not mode & 0o037
     return info.st_uid in (os.getuid(), 0) and not mode & 0o077
 

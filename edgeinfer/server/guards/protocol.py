@@ -19,7 +19,8 @@ from edgeinfer.server.limits import Limits
 #: How long (s) a client may keep sending its body after the response. If the server closed the socket
 #: at once, the kernel would reset the connection and the client might lose the response.
 _LINGER_S = 2.0
-#: Interval (s) between checks whether the client of a half-closed connection has disconnected.
+#: Interval (s) of the checks whether a client that sends nothing more (a half-closed connection) has
+#: also stopped reading. asyncio does not notice that.
 _WATCH_S = 1.0
 
 

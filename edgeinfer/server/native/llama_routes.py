@@ -124,7 +124,7 @@ def _infill_requests(body: wire.LlamaInfill, info: EngineInfo) -> list[GenerateR
     return [GenerateRequest(infill=fields, **_shared_fields(body, info))]
 
 
-#: Function from the loaded adapters to the adapters that should be loaded.
+#: Function that gets the loaded LoRA adapters, and returns those to load in their place.
 ChangeAdapters = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 

@@ -80,7 +80,8 @@ def rerank(context: RequestContext, body: wire.RerankRequest, engine: Engine) ->
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
     n_of_query = len(engine.tokenize(body.query, add_special=True))
-    # tokenized separately, query and document have two tokens between them; BERT models get only [SEP]
+    # in `n_of_query + n`, two special tokens separate query and document; BERT models get only one,
+    # [SEP]
     n_shared = 1 if engine.info.eos_token == "[SEP]" else 0
     n_of_texts = [len(engine.tokenize(text, add_special=True)) for text in texts]
     tokens = sum(n_of_query + n - n_shared for n in n_of_texts)
@@ -116,7 +117,7 @@ async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> V
 
 
 def _read_receipt(body: bytes) -> Receipt:
-    # parse the raw body again: msgspec, which decoded it, accepts duplicate keys
+    # parse the raw body again: `parse_json` refuses duplicate keys, which msgspec has accepted
     return to_receipt(parse_json(body)["receipt"])
 
 

@@ -254,7 +254,7 @@ class LoraById(Wire, frozen=True, kw_only=True):
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
 
 
-#: Pairs `[token id, bias]`; the bias `false` bans the token.
+#: Pairs `[token id, bias]`, e.g. `[15043, -1.5]`; the bias `false` bans the token.
 LogitBiasPairs = Annotated[
     list[tuple[TokenId, Annotated[float, Meta(ge=-100, le=100)] | bool]], Meta(max_length=1024)
 ]

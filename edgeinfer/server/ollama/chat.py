@@ -119,7 +119,7 @@ def _make_request(**fields: Any) -> GenerateRequest:
     return msgspec.structs.replace(request, overflow="refuse") if request.n_pictures else request
 
 
-#: Values of `template` that insert only the prompt. They mean the same as `raw`.
+#: Values of the request field `template` that insert only the prompt, as `"raw": true` does.
 _PROMPT_ONLY = ("{{ .Prompt }}", "{{.Prompt}}")
 
 

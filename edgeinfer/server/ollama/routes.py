@@ -171,7 +171,8 @@ def _files(name: str) -> tuple[ModelFiles | None, str]:
 
     try:
         ref = resolve(name)
-        # `ref.files()` would hash the whole file, which can wait until the model is loaded
+        # do not call `ref.files()` for another program's model: the call would hash the whole model
+        # file, which can wait until the model is loaded
         if ref.external is not None:
             return stores.describe_files(ref.external), ""
         return ref.files(), ref.entry.licence if ref.entry else ""

@@ -203,7 +203,8 @@ def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
 
 
 _encode = msgspec.json.Encoder().encode
-#: End of a chunk without a field `usage`: the client strands-agents drops text next to `usage: null`.
+#: End of a chunk in which `usage` is left out, because the client strands-agents drops the text of a
+#: chunk with `"usage": null`.
 _TAIL = b"]}\n\n"
 _DONE = b"data: [DONE]\n\n"
 
@@ -216,7 +217,7 @@ class OpenAIRenderer(Renderer):
     """
 
     id_prefix: str
-    #: Value of `object` in a chunk.
+    #: Value of the field `object` in each chunk, e.g. `chat.completion.chunk`.
     chunk_object: str
     #: JSON fields of a choice without text, e.g. `"delta":{}`.
     nothing: bytes

@@ -99,7 +99,7 @@ def completion_requests(
 def _prompt_fields(
     prompt: TextOrTokens, body: wire.CompletionRequest, info: EngineInfo
 ) -> dict[str, Any]:
-    # `echo` gets the text of token ids from their prompt logprobs, which are therefore requested
+    # to echo a prompt of token ids, its text is taken from its logprobs: request them in any case
     top = body.logprobs if isinstance(prompt, str) else body.logprobs or 0
     prompt_logprobs = top if body.echo else None
     if not body.suffix:
@@ -197,7 +197,7 @@ class CompletionRenderer(OpenAIRenderer):
         if top is None or not self._body.echo:
             return None
         first = prompt.first.decode("utf-8", "replace")
-        # the first token may be BOS, which the text does not contain
+        # if the first token is BOS, which `text` does not contain, the second token begins at offset 0
         offset = len(first) if text.startswith(first) else 0
         tokens = [TokenLogprobs(t.chosen, t.top[:top]) for t in prompt.tokens]
         head = wire.CompletionLogprobs(

@@ -242,7 +242,7 @@ LogitBias = Annotated[
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     """Base of the bodies of POST /v1/chat/completions and /v1/completions."""
 
-    #: Fields of other servers → what to use here.
+    #: Request fields of other servers, which are refused → hint for the error text.
     refused: ClassVar[Mapping[str, str]] = {
         "ebnf": "use structured_outputs.grammar",
         "regex": "use structured_outputs.regex",

@@ -236,7 +236,8 @@ def _constraint(body: wire.ResponsesRequest) -> Constraint | None:
 
 
 _encode = msgspec.json.Encoder().encode
-#: Kind of an item → prefix of the item's id, and an empty content part (None: the item has no parts).
+#: Type of an output item → prefix of its id, as in `msg_…`, and its content part before it has text
+#: (None: items of this type have no parts).
 _ITEMS: dict[str, tuple[str, Any]] = {
     "message": ("msg", wire.OutputTextOut(text="")),
     "reasoning": ("rs", wire.ReasoningTextOut(text="")),

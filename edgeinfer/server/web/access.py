@@ -113,7 +113,8 @@ class Access:
         if not _is_same(signature, _sign(self._secret, "code", made_at, nonce)):
             return False
         age_s = time.time() - float(made_at)
-        # the code must be younger than the endpoint, even if the clock was set back after the start
+        # accept only codes that were made after the endpoint's start, even if the clock was set back
+        # since then
         is_fresh = -1 < age_s < min(_CODE_S, time.monotonic() - self._began)
         if code in self._used or not is_fresh or user not in ("", "0", str(os.getuid())):
             return False

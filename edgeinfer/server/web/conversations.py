@@ -40,11 +40,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Begin = Callable[[ChatSession], AnswerWriter]
-#: Interval (s) at which the store is polled. Polling an unchanged store takes 0.1 ms.
+#: Interval (s) at which the conversation store is polled for changes. Polling an unchanged store takes
+#: 0.1 ms.
 _POLL_S = 0.05
 #: Maximum number of answers that are generated at once for the page.
 _MAX_ANSWERS = 16
-#: Maximum time (s) that a request waits for its answer to begin. Loading a model may take longer.
+#: Maximum time (s) that a request of the page waits for its answer to begin. If loading the model takes
+#: longer, the answer begins after the request has ended.
 _BEGIN_S = 1.0
 #: How long (s) a tool call waits for the user's permission while no page is open.
 UNSEEN_S = 600.0

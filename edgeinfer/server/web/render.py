@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Maximum length (characters) of a tool call's arguments and of its result on the page.
 _CALL = 8000
 
-#: Called with an unexpected exception while rendering.
+#: Callback that gets an unexpected exception of the renderer.
 Report = Callable[[Exception], object]
 
 

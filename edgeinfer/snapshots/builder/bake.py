@@ -28,9 +28,10 @@ from edgeinfer.snapshots.builder import criu_images
 from edgeinfer.snapshots.builder.criu_images import ImageMessage
 
 PAGE = mmap.PAGESIZE
-#: Shortest run of pages (bytes) that is mapped: CRIU reads a shorter run as fast as it would map one.
+#: Size (bytes) from which a run of memory pages is mapped from `memory.img`. CRIU reads a shorter run
+#: as fast as it would map one.
 SHORTEST_RUN_BYTES = 64 << 10
-#: Size (bytes) of the blocks that become holes in `memory.img` if they have only zeros.
+#: Size (bytes) of a block of `memory.img`. A block that contains only zeros becomes a hole in the file.
 BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _MODE = 0o100600
@@ -191,8 +192,8 @@ class _Baker:
     def _cut(self, area: ImageMessage) -> Iterator[ImageMessage]:
         start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
         status = area.number(criu_images.AREA_STATUS)
-        # pages of zeros may be left out of anonymous memory, but not out of a private mapping of a
-        # file, in which the file's content would replace them
+        # leave pages of zeros out of anonymous memory only: in a private mapping of a file, the content
+        # of the file would replace them
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
         address = start

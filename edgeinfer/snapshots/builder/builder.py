@@ -47,8 +47,8 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Message from the builder to the init of the namespaces: the process to park has died. The init
-#: answers with the wait status of that process.
+#: Message from the builder to the init process of the namespaces: the process that is to be parked has
+#: died. The init process answers with the wait status of that process.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
@@ -214,8 +214,8 @@ class Builder:
         keys |= {storage.QUANTIZATION: inputs.files.quantization}
         manifest.keys = fingerprint.machine_keys() | keys
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
-        # `foreign` has resolved paths. The paths that were typed are compared, too, before a resume: a
-        # symlink in them may later point to another file
+        # `foreign` has resolved paths. Before a resume, the paths as the user typed them are compared,
+        # too: a symlink in such a path may then point to another file
         named = request.inputs.stamps
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, *named, request.criu)}
         self._refuse_changed(stamps)

@@ -45,10 +45,10 @@ from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamp
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
-#: Stage name while another process builds the same snapshot.
+#: Stage that a build reports while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: A build at low priority locks the first file while it runs. A background build that waits for its end
-#: locks the second file; a further background build ends at once.
+#: A build at low priority locks the first file while it runs. A second background build locks the
+#: second file while it waits for the first build to end; a third one ends at once.
 BACKGROUND_LOCK, _WAITING_LOCK = ".auto-warm.lock", ".auto-warm.waiting.lock"
 #: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
 _NEED_BYTES = 400 << 20
@@ -101,7 +101,7 @@ def _build_in_new_folder(
             return run_builder(folder, request, progress)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        # the record would name the main model, so a draft model's failure to load is not recorded
+        # do not record the failure to load a draft model, because the record would name the main model
         is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
         if isinstance(error, EdgeInferError) and not is_of_draft:
             registry.record_failure(
@@ -133,7 +133,8 @@ def being_built() -> list[str]:
 def _end_background(lock: Path) -> bool:
     """End the background build that holds `lock`, if any; return whether there was one."""
     with contextlib.suppress(OSError):
-        # compare only the inode: on Btrfs, /proc/locks has another device number than stat
+        # compare only the inode number: on Btrfs, the device number in /proc/locks differs from that of
+        # stat
         holder = f":{lock.stat().st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, file, *_ = line.split()

@@ -254,7 +254,7 @@ class AppHost(EngineHost):
         ends too early.
         """
         self._note_stage("load")
-        # the name of the resumed model needs no lookup, so the catalogue is not imported
+        # if the resumed model is requested, its name needs no look-up, which would import the catalogue
         if isinstance(model, str) and model != self.loaded_model:
             from edgeinfer.models.reference import resolve
 
@@ -264,7 +264,8 @@ class AppHost(EngineHost):
             name, options, is_named=self._named
         )
         if self._is_worker and self._loaded is not None and not is_served:
-            # a worker loads the model itself: a second worker would resume the same snapshot again
+            # a worker loads the model itself: if it started a second worker, that one would resume the
+            # same snapshot
             self._loaded.engine.close()
             self._loaded = None
             reason = f"the snapshot does not serve {name}"
@@ -282,7 +283,8 @@ class AppHost(EngineHost):
         if self._named:
             problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {name}"
             raise UsageError(problem, hint="leave the model out, or name a snapshot of that model")
-        # this process was resumed with another model than the requested one: report the worker's start
+        # this process was resumed with another model, so a worker has the requested one: report how the
+        # worker started
         remote = self.worker(name, options, progress)
         how = {field: getattr(remote.start, field) for field in ("how", "reason", "snapshot")}
         self.start = msgspec.structs.replace(self.start, **how)

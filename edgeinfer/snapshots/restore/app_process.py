@@ -58,7 +58,7 @@ def run_app(
     assert isinstance(request, LaunchRequest)
     code = 70
     try:
-        # only for tests: reading the names of all modules would cause 900 page faults
+        # list the modules only in tests: reading all their names would cause 900 page faults
         modules = set(sys.modules) if any(TRACE_IMPORTS in entry for entry in request.env) else set()
         listeners = _adopt_launch(request, fds, loaded)
         start = _describe_start(request, resumed_ns)
@@ -251,7 +251,7 @@ def _limit(which: int, soft: int) -> None:
 def new_streams() -> None:
     """Open sys.stdin, stdout and stderr on descriptors 0 to 2, as a new interpreter would."""
     encoding = locale.getencoding()
-    # like a new interpreter, use UTF-8 in the C locale
+    # use UTF-8 in the C locale, as a new interpreter would
     lenient = encoding.lower() in ("ascii", "ansi_x3.4-1968", "646")
     if lenient or sys.flags.utf8_mode:
         encoding = "utf-8"

@@ -22,7 +22,7 @@ from edgeinfer.platform.ed25519 import SigningKey, is_signed_by
 FORMAT = 6
 Kind = Literal["model", "projector", "adapter"]
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-#: Media type of each kind of file. A layer is the file itself, not an archive.
+#: Kind of file → media type of its layer in the OCI image. A layer is the file itself, not an archive.
 MEDIA_TYPES = {
     "model": "application/vnd.docker.ai.gguf.v3",
     "projector": "application/vnd.docker.ai.mmproj",
@@ -30,9 +30,9 @@ MEDIA_TYPES = {
 }
 SIGNATURE = "io.edgeinfer.snapshot.signature"
 SIGNER = "io.edgeinfer.snapshot.signer"
-#: Maximum size (bytes) of a manifest or config.
+#: Maximum size (bytes) of the manifest of an OCI image, and of its config.
 MAX_BYTES = 4 << 20
-#: A file's or snapshot's name: no separators, no leading dot.
+#: Name of a file or snapshot in an OCI image. It contains no `/`, and does not begin with a dot.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,=-]*\Z", max_length=200)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]

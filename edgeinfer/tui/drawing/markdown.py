@@ -205,7 +205,7 @@ def _walk(
 
 
 _GAP = " │ "
-#: Share of a table cell's padding that goes before the text, by alignment.
+#: Style of a table cell → share of the cell's padding that goes before the text; 0 for other styles.
 _SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 
