@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from edgeinfer.models.progress import OnProgress
 
 T = TypeVar("T")
-#: Number of file descriptors kept for files, models and workers; connections may use the rest.
+#: Number of file descriptors reserved for files, models and workers; connections may use the rest.
 _OWN_DESCRIPTORS = 128
 _MAX_DESCRIPTORS = 65_536
 

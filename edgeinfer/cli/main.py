@@ -41,7 +41,7 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.early_ctrl_c import raise_on_ctrl_c
 from edgeinfer.safe_text import without_controls
 
-#: Verb of another program → verb of edgeinfer.
+#: Verb of another program → the verb of edgeinfer that the error message suggests.
 _OTHER_NAMES = {
     "models": "list",
     "ls": "list",
@@ -136,8 +136,8 @@ def _run(options: argparse.Namespace, host: EngineHost) -> Result:
         problem = f"`{options.verb}` needs Linux; on other systems every launch is a cold start"
         raise SnapshotsUnavailableError(problem, hint="")
     verb = module_of(options.verb)
-    # Ctrl-C raises an exception, except in `doctor`, which ends at once: its callbacks from llama.cpp
-    # would drop the exception
+    # Ctrl-C raises an exception. Only `doctor` ends at once, because its callbacks from llama.cpp would
+    # drop the exception
     if options.verb != "doctor":
         raise_on_ctrl_c()
     start_s = time.monotonic()

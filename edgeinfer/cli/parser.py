@@ -129,7 +129,7 @@ VERBS = {
 
 LINUX_ONLY = ("bench", "warm", "snapshots", "ps", "stop", "update")
 _WITHOUT_JSON = ("chat", "serve")
-#: Action of another program → action of edgeinfer.
+#: Action of another program → the action of edgeinfer that the error message suggests.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
 #: Verb → hint if more words were typed than the verb takes.
 _EXTRA_WORD_HINTS = {
@@ -138,7 +138,7 @@ _EXTRA_WORD_HINTS = {
 }
 #: Matches the metavariable of an argument that is a path.
 _PATH = re.compile(r"FILE|FOLDER|DEST|SRC|\w+\.jsonl")
-#: An error lists the allowed values if there are at most this many.
+#: An error message lists an option's allowed values if there are at most this many.
 _MOST_LISTED = 10
 
 
@@ -255,8 +255,8 @@ def refuse_unknown(
             raise _wrong_scope(verb, owners)
     if unknown:
         prog = f"{parser.prog} {verb}".strip()
-        # an unknown option's value is parsed as a positional argument, which can make a later word
-        # unknown, so the error names only the options
+        # argparse takes the value of an unknown option as a positional argument, which can make a later
+        # word unknown; so if an option is unknown, the error names only options
         named = [word for word in unknown if word.startswith("-")] or unknown
         step = _what_was_meant(parser, verb, named[0]) or f"run `{prog} --help`"
         raise UsageError(f"unrecognized arguments: {' '.join(named)}", hint=step)

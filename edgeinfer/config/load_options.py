@@ -25,7 +25,7 @@ class LoadOption:
     `name` has neither. If `of_snapshot`, a snapshot fits only launches with the same value.
     """
 
-    #: Whether the flag may be repeated; the values are then joined with commas.
+    #: Whether the option's flag may be repeated; the values are then joined with commas.
     many = False
     #: Whether config.toml has a key for the option.
     is_configured = True

@@ -65,5 +65,5 @@ SAMPLING_OPTIONS = (
     _row("seed", int, 0, (1 << 32) - 1, "with the same seed, the answer is the same"),
 )
 BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}
-#: Options of the command line; the chat's `/set` takes every option.
+#: Sampling options that have a flag on the command line; the chat's `/set` takes every option.
 TYPED = tuple(option for option in SAMPLING_OPTIONS if option.flag)

@@ -30,8 +30,8 @@ from edgeinfer.runtime.requests import Sampling, default_sampling
 FILE_NAME = "models.toml"
 _TABLE_HINT = "write each model as a table: a line [models.NAME], then its keys"
 _LORA_HINT = 'write { name = "NAME" } for a pulled adapter, { path = "FILE.gguf" } for a file'
-#: Keys that describe the file at `sources`. A user's entry with other `sources` does not inherit them
-#: from the shipped entry of that name.
+#: Keys of a model in models.toml that describe the file at `sources`. If a user's models.toml gives a
+#: shipped model other `sources`, the shipped values of these keys are dropped.
 _FILE_KEYS = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
 #: Mean bits per weight of a whole file, by quantization: more than the type's own bits, because

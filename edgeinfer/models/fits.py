@@ -66,7 +66,8 @@ _FIRST_RUN_MODELS = """
 _MEMORY_SHARE = 0.95
 #: The context of a model larger than memory gets 1 / `_CONTEXT_SHARE` of the memory.
 _CONTEXT_SHARE = 8
-#: Measured rates, by host name, architecture, and number of threads (memory) or device numbers (disk).
+#: Measured read rates of the memory and of disks. A key has the host name, the architecture, and the
+#: number of threads (memory) or the device numbers (disk).
 _RATES = CacheTable("memory-rate.json", dict[str, Rate])
 
 

@@ -37,7 +37,7 @@ class TensorType(msgspec.Struct, frozen=True):
 #: Types without quantization. Quantizing a file of any other type loses quality twice.
 FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 
-#: Number (ggml_type), name, elements per block, bytes per block. Missing numbers are no longer in use.
+#: Tensor types: number (ggml_type), name, elements and bytes per block. Missing numbers are out of use.
 _TENSOR_TYPES = """
     0 F32 1 4          1 F16 1 2          2 Q4_0 32 18       3 Q4_1 32 20       6 Q5_0 32 22
     7 Q5_1 32 24       8 Q8_0 32 34       9 Q8_1 32 36       10 Q2_K 256 84     11 Q3_K 256 110
@@ -57,7 +57,7 @@ _FROM_7 = """
     Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS IQ2_XS Q2_K_S
     IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16
 """
-#: Number (llama_ftype) → name, only of types to which llama.cpp can quantize.
+#: File types to which llama.cpp can quantize: number (llama_ftype) → name.
 FILE_TYPES: dict[int, str] = {
     **dict(enumerate("F32 F16 Q4_0 Q4_1".split())),
     **dict(enumerate(_FROM_7.split(), 7)),
@@ -92,7 +92,7 @@ _PICKLE = (
     "a PyTorch pickle file, which can run any program when it is loaded",
     "pull its repository as safetensors or GGUF: `edgeinfer pull OWNER/REPO`",
 )
-#: First bytes of files in other formats → description and hint.
+#: First four bytes of a file in another format → description of the format, and hint.
 OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
 _OTHER_FILE = "name a GGUF file that has a model's weights"
 DEFAULT_ALIGNMENT = 32
@@ -107,7 +107,8 @@ MAX_LAYERS = 512
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_KEY_BYTES = 1 << 16
-#: Longest arrays of numbers and of strings that are kept; a longer one is replaced by an `ArrayInfo`.
+#: Longest arrays of numbers and of strings in the metadata that are stored in memory; a longer array is
+#: replaced by an `ArrayInfo`.
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 

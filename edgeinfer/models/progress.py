@@ -172,12 +172,12 @@ class Job:
         self._on_progress(self._now)
 
 
-#: Time (s) between lines without a terminal: they show that a slow download is not dead.
+#: Time (s) between lines of progress without a terminal. They show that a slow download is not dead.
 _PLAIN_INTERVAL_S = 5.0
 #: Escape sequence that moves to the beginning of the line and clears it.
 _CLEAR = "\r\x1b[K"
 
-#: Stages that are shown under another name.
+#: Stages of a pull that progress lines show under another name.
 _LABELS: dict[Stage, str] = {"resolving": "looking up", "scoring": "measuring"}
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
 

@@ -239,7 +239,7 @@ def _projector(plan: PullPlan, source: sources.Source, work: Path, job: Job) -> 
 def _summary(failures: list[CatalogError]) -> CatalogError:
     if len(failures) == 1:
         return failures[0]
-    # a ChecksumError gives the type and the hint: a wrong file is worse than an unreachable server
+    # if a source sent a wrong file, raise ChecksumError: that is worse than an unreachable server
     worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 

@@ -145,7 +145,7 @@ def quantize_fetched(
     """Quantize files that a pull has fetched; return the result. Raises what `run_quantizer` raises."""
     kind = parse_file_type(type_name)
     first = fetched[0]
-    # llama.cpp finds the parts of a split model by name, so the suffix .part is removed until the end
+    # remove the suffix .part meanwhile: llama.cpp finds the files of a split model by their names
     for file in fetched:
         file.path = file.path.rename(file.path.with_name(file.file_name)) if file.is_ours else file.path
     stem = names.check_file_name(first.file_name).removesuffix(".gguf")

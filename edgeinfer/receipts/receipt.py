@@ -30,7 +30,8 @@ from edgeinfer.runtime.revision import KERNEL_REVISION
 
 #: Largest receipt (bytes). The receipt of 131,072 tokens takes 2 MB.
 MAX_BYTES = 16 << 20
-#: Start of the signed message, so that signatures for other purposes are invalid. The digest follows.
+#: A signature signs this text, then the receipt's digest, so that no signature of another message is
+#: valid for a receipt.
 _SIGNED = b"edgeinfer receipt 1\n"
 
 _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -165,7 +166,7 @@ def make_receipt(
         kv_type=str(info.choices["kv_type"].value),
         n_ctx=info.n_ctx,
         time=datetime.now().astimezone(),
-        # an integer in a float field is read back as a float, and 0 and 0.0 have different digests
+        # encode and decode, so that a float field has a float: the digests of 0 and 0.0 differ
         sampling=msgspec.json.decode(msgspec.json.encode(request.sampling), type=Sampling),
         constraint_sha256=constraint_digest(request, content.salt),
         n_prompt=len(record.prompt),
@@ -199,7 +200,7 @@ def _why_refused(request: GenerateRequest, record: TokenRecord, info: EngineInfo
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-#: Fields of a request that do not affect its tokens, or that a receipt has outside `Content.request`.
+#: Fields of a request that do not affect its tokens, or that a receipt has elsewhere.
 _SERVER_FIELDS = (
     "background cache_on_disk cache_prompt cache_salt conversation deadline_s lora preamble "
     "prompt_logprobs record_tokens replay sampling speculative"

@@ -16,20 +16,21 @@ from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
 from edgeinfer.receipts.reply_shapes import Part, Piece, read_pieces
 from edgeinfer.runtime.event_stream import CollectedAnswer
 
-#: Types of events that end a stream.
+#: Types of events that end a stream of /v1/messages or /v1/responses.
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
-#: Prefixes of the lines of server-sent events that have no data.
+#: Prefixes of the lines of server-sent events that contain no data.
 _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
-#: Parts that contain the text of an answer. A reply has only one of them: its API decides which.
+#: Parts of a reply that may contain an answer's text. The replies of an API have only one of them.
 TEXTS = {Part.TEXT, Part.JOINED, Part.ONLY_TEXT}
 
-#: The strings of one copy of an answer, by part and position.
+#: A copy of an answer in a reply: part (Part.TEXT) → position of a text or call → its strings.
 _Copy = dict[Part, dict[tuple[int, ...], list[str]]]
-#: Names of the copies of an answer that a stream of /v1/responses has; other replies have one copy.
+#: A stream of /v1/responses sends an answer five times. These are the names of the five copies; other
+#: replies have one copy.
 _OF_RESPONSES = {"deltas", "texts", "parts", "items", "response"}
-#: Copies that are one JSON document, which has each text and call once.
+#: Copies in a reply that is one JSON document, so that each text and call occurs once.
 _WHOLE = {"chat", "message", "infer"}
-#: Copies in which the arguments of a call are an object, `{}` if the model wrote an unfinished one.
+#: Copies in which a tool call's arguments are an object; `{}` if the model wrote an unfinished one.
 _WITH_OBJECTS = {"message", "blocks", "Ollama's chat"}
 
 
@@ -233,11 +234,11 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     return document.get("done") is not False  # in Ollama's API, only the last line lacks `done: false`
 
 
-#: Order of the events of a stream that has blocks (Anthropic) or items (Responses): a block or item
-#: begins (its letter in capitals), has only pieces of its own kind, and ends (.) before the next one
-#: begins and before the answer ends (/).
+#: Order of the events in a stream that has blocks (/v1/messages) or items (/v1/responses), as letters
+#: of `_TYPES`. A block or item begins (capital letter), has only pieces of its own kind, and ends (.)
+#: before the next one begins and before the answer ends (/).
 _ORDER = re.compile(r"(?:(?:T[tp]*|R[rp]*|Aa*)\.|/)*(?:T[tp]*|R[rp]*|Aa*)?")
-#: Letter → types of blocks, items, deltas and events.
+#: Letter in `_ORDER` → types of blocks, items, deltas and events for which it stands.
 _TYPES = {
     "t": "text message text_delta output_text",
     "r": "thinking reasoning thinking_delta signature_delta reasoning_text",

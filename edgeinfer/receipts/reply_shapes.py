@@ -23,20 +23,20 @@ class Part(enum.StrEnum):
     NAME = "tool name"
     ARGUMENTS = "tool arguments"
     NAMESPACE = "namespace"
-    #: Number of an answer among those of the reply.
+    #: Index of an answer among those in the reply.
     ANSWER = "answer"
-    #: Number of a text or call in its answer.
+    #: Index of a text or tool call in its answer, such as `output_index`.
     INDEX = "index"
-    #: Null or false in a stream, except where an answer ends.
+    #: A field such as `finish_reason`: in a stream, null or false until the answer ends.
     END = "end"
-    #: Nothing: null, false, 0, "", [] or {}.
+    #: An empty value: null, false, 0, "", [] or {}.
     EMPTY = "empty"
-    #: No list and no object. Clients do not show or execute such a field, nor the following two.
+    #: Neither list nor object. Clients do not show or execute fields of this and the next two kinds.
     SCALAR = "scalar"
-    #: No string, at any depth.
+    #: A value that contains no string at any depth, such as the object `usage`.
     NUMBERS = "numbers"
     ANY = "any"
-    #: A field that no shape has, or another value than its shape allows.
+    #: A field that the reply's shape lacks, or a value that the shape does not allow.
     UNKNOWN = "unknown"
 
 
@@ -53,14 +53,14 @@ class Piece(NamedTuple):
     value: str
 
 
-#: Numbers of answers, texts and calls: larger ones are not exact in all clients.
+#: Allowed indices of answers, texts and calls. Very large integers are not exact in all clients.
 _INDICES = range(1 << 16)
 _PARTS_OF_ANSWERS = tuple(Part)[:7]
-#: Types that a field of no answer may not have.
+#: Types of values that are refused in a field that is not a part of an answer.
 _REFUSED_TYPES = {Part.SCALAR: (dict, list), Part.NUMBERS: (str,), Part.ANY: ()}
 
 
-#: Fields in the names of `_fields` that are not scalars.
+#: Fields passed to `_fields` by name whose values need not be scalars → what the values may be.
 _OTHER_FIELDS = dict.fromkeys("usage timings tokens".split(), Part.NUMBERS) | dict.fromkeys(
     "completion_probabilities generation_settings logprobs receipt receipts request tool_choice "
     "tools".split(),
@@ -68,8 +68,9 @@ _OTHER_FIELDS = dict.fromkeys("usage timings tokens".split(), Part.NUMBERS) | di
 )
 
 
-# A shape is a Part, the only allowed string, a dict of optional keys, [shape of each element], or a
-# tuple of alternatives. [Part.ANSWER, shape] is a list of answers.
+# A shape says what a JSON value may be: a Part (`Part.TEXT`), a string (the only value allowed), a dict
+# (the keys that an object may have), `[shape]` (a list), or a tuple of alternatives. `[Part.ANSWER,
+# shape]` is a list of answers.
 def _fields(names: str, **shapes: Any) -> dict[str, Any]:
     """Return an object's shape. `names` are fields that belong to no answer; `shapes` has others."""
     return {name: _OTHER_FIELDS.get(name, Part.SCALAR) for name in names.split()} | shapes
@@ -135,7 +136,7 @@ _ANTHROPIC = _fields(
     "id model stop_reason stop_sequence usage role timings receipt", type="message", content=[_BLOCKS]
 )
 _END = _fields("stop_reason stop_sequence")
-#: Type of an event → the copy of the answer to which it belongs, and its shape.
+#: Type of a stream's event → name of the answer's copy to which the event belongs, and its shape.
 _EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "response.created": ("deltas", _OF_ITEM | {"response": _without_text(_RESPONSE)}),
     "response.in_progress": ("deltas", _OF_ITEM | {"response": _without_text(_RESPONSE)}),

@@ -24,10 +24,11 @@ from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.requests import GenerateRequest, Replay
 from edgeinfer.runtime.revision import KERNEL_REVISION, is_newer
 
-#: Between llama.cpp's kernels and ours, log-probabilities of an answer's tokens differ by 0.04 to 0.09
-#: on average and by at most 0.3 (SmolLM2 and Gemma 3, four answers of 150 tokens each).
+#: Tolerances for other kernel revisions: mean and largest difference of the log-probabilities. With
+#: llama.cpp's kernels and ours, those of an answer's tokens differ by 0.04 to 0.09 on average and by at
+#: most 0.3 (SmolLM2 and Gemma 3, four answers of 150 tokens each).
 MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 1.0
-#: Tolerance for equal revisions: a receipt's log-probabilities are rounded to three decimal places.
+#: Tolerance for equal kernel revisions: receipts round log-probabilities to three decimal places.
 _ROUNDING = 0.001
 
 Verdict = Literal["verified", "within tolerance", "not checked", "differs"]
@@ -80,7 +81,7 @@ class ReceiptCheck:
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] | None = None) -> None:
         self._receipt, self._engine = receipt, engine
         self._quotes = quotes
-        #: Whether there is a reply whose whole text was not compared; False if a difference was found.
+        #: Whether a reply was given whose whole text was not compared; False if a difference was found.
         self.lacks_text = quotes is not None
         self._is_exact = receipt.kernel_revision == KERNEL_REVISION
         self._ended_by_itself = receipt.finish_reason in ("stop", "tool_calls")
@@ -126,8 +127,8 @@ class ReceiptCheck:
             raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
         request = self._request(content)
         yield from self._contradictions(content, request)
-        # one more token shows whether the answer ends there. If revisions differ, only the prompt is
-        # compared here, and one token is enough
+        # generate one more token, to see whether the answer ends there. If kernel revisions differ,
+        # only the prompt is compared here, and one token is enough
         n = len(content.answer) + self._ended_by_itself if self._is_exact else 1
         replay = Replay(answer=content.answer[:n], time=self._receipt.time)
         generated = self._generate(msgspec.structs.replace(request, replay=replay, max_tokens=n))
@@ -185,7 +186,7 @@ class ReceiptCheck:
         if max(*content.prompt, *content.answer) >= info.n_vocab:
             problem = f"the receipt has a token beyond the vocabulary of {info.n_vocab}"
             raise ReceiptError(problem, hint="check it with the model that the receipt names")
-        # to compare log-probabilities, prompt and answer form one prompt, with room for one more token
+        # if revisions differ, prompt and answer form one prompt, which needs room for one more token
         n_tokens = n_prompt + n_answer + (not self._is_exact)
         if n_tokens > info.n_ctx:
             problem = f"the check needs {n_tokens} tokens, but the context has {info.n_ctx}"
@@ -215,7 +216,7 @@ class ReceiptCheck:
         if self._ended_by_itself and ending != expected:
             yield f"the answer ends with {ending!r}, but the receipt says {expected!r}"
         for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=True), 1):
-            # JSON cannot express minus infinity: a receipt has null for it, as for a forced token
+            # null in a receipt means minus infinity, which JSON cannot express, or a forced token
             pair = [-math.inf if logprob is None else logprob for logprob in (computed, value)]
             if not math.isclose(*pair, abs_tol=_ROUNDING):
                 yield f"the log-probability of token {i} is {computed}, but the receipt says {value}"

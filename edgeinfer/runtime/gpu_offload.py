@@ -252,11 +252,12 @@ class GpuOffloader:
 
 
 def _is_short_of_memory(error: EngineError) -> bool:
-    # must not match "illegal memory access", after which the device cannot be used
+    # the regex must not match "illegal memory access": after this error, the device cannot be used
     return bool(re.search(r"alloc|out ?of ?\w*memory", error.message, re.IGNORECASE))
 
 
-#: Tokens to warm up a software device: it takes a minute to compute a whole batch of a 135M model.
+#: Tokens of the warm-up step on a device that is simulated in software (llvmpipe): a whole batch of a
+#: 135M model would take a minute.
 _SOFTWARE_TOKENS = 64
 
 

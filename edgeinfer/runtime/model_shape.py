@@ -16,7 +16,7 @@ import msgspec
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 #: Matches llama.cpp's names of expert weights.
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")
-#: Elements per block of a quantized KV type.
+#: Elements per block of a quantized KV cache (q8_0 or q4_0).
 _KV_BLOCK = 32
 #: A draft model's vocabulary may have this many tokens more or less, because files pad vocabularies.
 _MAX_DRAFT_PADDING = 512
@@ -31,7 +31,8 @@ _WINDOWED = frozenset(
 _WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))
 #: A model with one of these metadata keys (prefixed by the architecture) has recurrent layers.
 _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
-#: Metadata keys of latent attention (MLA), and of further head lengths.
+#: Metadata keys (prefixed by the architecture) of head lengths that differ from the usual ones: with
+#: latent attention (MLA), and in layers with a sliding window.
 _LATENT = "attention.kv_lora_rank"
 _OTHER_HEADS = (
     _LATENT,

@@ -246,7 +246,7 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
         return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 
-#: Number of latest samples retained per latency.
+#: Number of latest samples that are retained of each latency, such as the time to the first token.
 _SAMPLES = 1024
 
 

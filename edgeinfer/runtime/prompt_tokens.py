@@ -13,9 +13,10 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-#: Values of a pseudo-token's two lowest bits. _FIRST marks the first row of a picture. With M-RoPE,
-#: _FIRST_IN_PLACE marks the first row of a picture that takes fewer positions than it has rows, and
-#: _WITHOUT_POSITION a row that takes no position. All other rows are marked by _ROW.
+#: Values of the two lowest bits of a pseudo-token, a negative number that stands for one row of a
+#: picture. _FIRST marks a picture's first row. With M-RoPE, _FIRST_IN_PLACE marks the first row of a
+#: picture that takes fewer positions than it has rows, and _WITHOUT_POSITION a row that takes no
+#: position. All other rows are marked by _ROW.
 _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 
 

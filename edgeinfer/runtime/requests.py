@@ -104,7 +104,7 @@ _PENALTIES: dict[str, Any] = {
     "dry_sequence_breakers": (),
     "penalize_prompt": False,
 }
-#: Values that switch the default penalties off.
+#: Values of request fields that switch the default penalties off.
 NO_PENALTIES = {"repeat_penalty": 1.0, "dry_multiplier": 0.0, "penalize_prompt": True}
 
 

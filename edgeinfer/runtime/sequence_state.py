@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-#: Page offset of a piece that may begin anywhere in a page.
+#: In `State.page_offsets`: this piece of the state may begin anywhere in a memory page.
 ANYWHERE = -1
 
 

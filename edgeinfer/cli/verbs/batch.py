@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
     from edgeinfer.server.endpoint import Endpoint
 
-#: The run ends after this many temporary failures in a row: one request cannot be their cause.
+#: The run ends after this many requests in a row failed temporarily: one request cannot be the cause.
 _MOST_FAILURES_IN_A_ROW = 16
-#: First byte of a line of OUT that is being removed. No line of JSON begins with this byte.
+#: First byte of a line while it is being removed from the file OUT. No line of JSON begins with it.
 _REMOVED = b"\x18"
 
 

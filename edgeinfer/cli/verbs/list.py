@@ -24,7 +24,7 @@ from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshot_format.storage import generations, model_prefix, model_prefix_of
 from edgeinfer.units import format_bytes
 
-#: Titles of the groups of `--fits`.
+#: Titles of the groups into which `list --fits` sorts models.
 _GROUPS = {
     "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
     "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",

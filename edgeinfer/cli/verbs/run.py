@@ -135,7 +135,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
         request = with_answer_limit(request, can_think=engine.info.can_think)
     if options.receipt:
         request = options.receipt.record(request, is_private=options.private)
-    # the exit does not wait for this purge of deleted conversations; the next run continues the purge
+    # purge deleted conversations in a daemon thread, for which the exit does not wait; the next run
+    # continues an interrupted purge
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:

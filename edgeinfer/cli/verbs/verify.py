@@ -30,8 +30,8 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
-#: Maximum number of listed checks, or the number of files if it is larger. If there are more checks,
-#: only failed ones are listed.
+#: At most this many checks of receipts are listed, or as many as there are files if that is more. If
+#: there are more checks, only failed ones are listed.
 _MOST_NAMED = 20
 #: Exit status of each verdict, from the best to the worst; "" if no receipt was checked.
 _STATUSES = {"": 10, "verified": 0, "within tolerance": 9, "not checked": 5, "differs": 1}

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: EngineHost) -> WebResult:
     """Open the page in a browser, unless `--json`. Raises ServeError and the errors of `host.files`."""
-    # raise the error here: a running endpoint would not report a missing model
+    # raise the error for a missing model here, because a running endpoint would not report it
     if options.model and find(options.model) is None:
         raise resolve(options.model).absence()
     remote = own_endpoint(options, host)

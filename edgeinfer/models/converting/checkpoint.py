@@ -29,9 +29,10 @@ from edgeinfer.platform.disk import open_regular, path_errors
 
 Array = npt.NDArray[Any]
 
-#: Largest header (bytes), as in the safetensors library.
+#: Largest header (bytes) of a safetensors file; the safetensors library has the same limit.
 MAX_HEADER_BYTES = 100_000_000
-#: Safetensors' types and numpy's. numpy has neither BF16 nor F8, so bits of these are read as integers.
+#: Types of tensors in safetensors files, each with numpy's type. numpy has neither BF16 nor F8, so the
+#: bits of these are read as integers.
 _NUMPY = """
     F64 <f8  F32 <f4  F16 <f2  BF16 <u2  I64 <i8  I32 <i4  I16 <i2  I8 i1  U8 u1  BOOL ?
     F8_E4M3 u1  F8_E5M2 u1

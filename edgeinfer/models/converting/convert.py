@@ -111,7 +111,8 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 _BLOCK_BYTES = 64 << 20
-#: Largest vocabulary: each token takes memory. Known models have up to a quarter million tokens.
+#: Largest vocabulary (tokens) that is converted: each token takes memory. Known models have up to a
+#: quarter million tokens.
 _MOST_TOKENS = 1 << 22
 
 

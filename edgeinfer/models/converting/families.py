@@ -26,8 +26,8 @@ class Heads(msgspec.Struct, frozen=True):
     head_dim: int
 
 
-#: Converts a tensor's values (slowest dimension first) to those that llama.cpp expects, of the same
-#: type. Only `plus_one` needs float32.
+#: Function that converts the values of a checkpoint's tensor to those that llama.cpp expects. The array
+#: has the slowest dimension first; the result has the same type. Only `plus_one` needs float32.
 Transform = Callable[[Array, Heads], Array]
 
 

@@ -25,7 +25,7 @@ _CASED = (
 )
 _SLASH_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-#: Pattern of a ByteLevel step; tokenizer.json does not write it out.
+#: Regex by which a ByteLevel step splits text. tokenizer.json names the step without the regex.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
@@ -37,9 +37,9 @@ TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_SLASH_TAIL}"
 O200K = rf"{_CASED % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_SLASH_TAIL}"
 _DIGIT = "digit"
 
-#: Patterns of the splitting steps → llama.cpp's name for them, and its name if `ignore_merges` is set
-#: (a word that is a token is not built by merges); "" if llama.cpp has none. O200K is the pattern of
-#: Granite's tokenizer; llama.cpp's pattern "gpt-4o" differs, because it leaves combining marks out.
+#: Regexes of the steps that split text → llama.cpp's names for this pre-tokenizer: without and with
+#: `ignore_merges` (a word that is a token is not built by merges); "" if llama.cpp has none. O200K is
+#: the regex of Granite's tokenizer; llama.cpp's "gpt-4o" differs: it leaves combining marks out.
 _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
     (GPT2,): ("gpt-2", ""),
     (CL100K,): ("dbrx", "llama-bpe"),

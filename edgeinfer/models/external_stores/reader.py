@@ -61,7 +61,8 @@ class _Seen(msgspec.Struct, frozen=True):
     sha256: str
 
 
-#: Path → state of a file when its SHA-256 was last computed, and matched the digest in its name.
+#: Path of a file in another program's store → state of the file when its SHA-256 was last computed, and
+#: matched the digest in its name.
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 

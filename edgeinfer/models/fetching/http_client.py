@@ -17,9 +17,9 @@ from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
 from edgeinfer.models.sources import is_address
 
-#: Largest manifest, token or error response (bytes); registries have the same limit.
+#: Largest manifest, login token or error response (bytes) that is read; registries have the same limit.
 SMALL_BYTES = 4 << 20
-#: Hint for a server that behaves wrongly, so that a retry cannot help.
+#: Hint of an error that is not temporary, because the server behaves wrongly.
 OTHER_SOURCE = "check the address, or use another source"
 _NO_LOGIN = "use an address that needs no login, or download the file with a browser"
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
@@ -163,7 +163,7 @@ def shut_down(stream: Any) -> None:
     connection = stream.get_extra_info("socket")
     if connection is not None:
         with suppress(OSError):
-            # not the TLS layer's shutdown, which could wait for the server
+            # shut down the socket itself, because the TLS layer's shutdown could wait for the server
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

@@ -30,7 +30,7 @@ from edgeinfer.platform.disk import (
 from edgeinfer.units import format_bytes
 
 _POLL_S = 0.2
-#: With less free space (bytes), a full disk is the likely cause of any failure of pip.
+#: If pip fails while less disk space (bytes) than this is free, a full disk is the likely cause.
 _NEAR_FULL_BYTES = 1 << 20
 _CHECK_PIP = "check pip's configuration and its index: `pip config list`"
 _CHECK_NETWORK = "check the network; HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror"

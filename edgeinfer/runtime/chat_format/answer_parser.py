@@ -61,7 +61,7 @@ class AnswerParser:
         self._text = ""
         self._section: Section | None = None
         self._n_calls = 0
-        #: White space that is dropped unless text follows it.
+        #: White space held back until text follows; dropped if the reasoning ends or a call begins.
         self._space = ""
         self._fresh, self._has_thought = True, False
         self._after_call = False

@@ -21,13 +21,15 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall,
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Inserted after the first character of an escaped control token. It is a Unicode noncharacter.
+#: Inserted into each control token of a message, so that the token stays text: `<|im_end|>` becomes
+#: `<`, MARK, `|im_end|>`. MARK is a Unicode noncharacter.
 MARK = "\ufdd0"
 #: MARK as templates write it that encode messages as ASCII-only JSON. If a client's message contains
 #: these six characters, they are escaped like a control token.
 _MARK_IN_JSON = "\\ufdd0"
 _MARKS = re.compile(f"{MARK}({MARK}?)")
-#: A regex searches for this many first characters of control tokens; then whole tokens are compared.
+#: A regex searches messages for this many first characters of control tokens; only at a match are whole
+#: tokens compared.
 _PREFIX = 3
 #: Matches a `\\uXXXX` of JSON whose backslash is not escaped itself.
 _JSON_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")

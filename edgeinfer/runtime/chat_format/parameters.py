@@ -12,7 +12,7 @@ from edgeinfer.runtime.sampling.schema_overlaps import TYPES, Overlaps, kinds_of
 
 #: Longest value of a tool call's parameter (characters) that is parsed; longer ones are text.
 _MAX_LITERAL = 100_000
-#: Shared encoder: creating one takes longer than encoding a token.
+#: One encoder for all values: creating a JSON encoder takes longer than encoding the text of a token.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 

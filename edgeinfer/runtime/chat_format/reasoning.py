@@ -22,7 +22,7 @@ class ReasoningSpan:
 
 
 THINK = ReasoningSpan("<think>", "</think>")
-#: All known markers, in the order in which a template is searched for them.
+#: All known pairs of markers around reasoning. A chat template is searched for them in this order.
 SPANS = (
     THINK,
     ReasoningSpan("<thinking>", "</thinking>"),

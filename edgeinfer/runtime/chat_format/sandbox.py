@@ -30,7 +30,8 @@ from jinja2.visitor import NodeTransformer
 
 from edgeinfer.runtime.requests import check_deadline
 
-#: Work that one render may do: a character costs 1, an iteration 16, an element of a container 256.
+#: Work (units) that rendering a template may take: a character costs 1, an iteration 16, an element of
+#: a container 256.
 FUEL = 64 * 1024 * 1024
 #: CPU time (s) of one render; a long conversation takes a few milliseconds.
 CPU_LIMIT_S = 2.0
@@ -45,7 +46,7 @@ _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
 #: Characters other than \n at which `splitlines` splits.
 _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-#: String methods that compare each character with each of the argument's: 16 comparisons cost 1 unit.
+#: String methods that compare each character with each of the argument's; FUEL counts 16 as 1 unit.
 _QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 #: The filters that chat templates use; jinja2's others can produce long output, or are for web pages.
 _FILTERS = """

@@ -46,7 +46,7 @@ _TEMPLATE_FAILURES = (
     ValueError,
 )
 _OTHER_TEMPLATE = "set `chat-template` of the model in models.toml, or use another model"
-#: Message content that no template contains, so that its place in a rendered prompt can be found.
+#: Content of a test message: no template contains it, so its place in a rendered prompt can be found.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: Limit of the CPU time (s) of all probes of one template; the longest known template takes 0.02 s.
 _PROBE_CPU_S = 1.0
@@ -284,7 +284,8 @@ def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
 
 
 _HELPER = "edgeinfer.runtime.chat_format.template_trial_process"
-#: Limits of the probing process: address space (bytes), CPU time (s) and elapsed time (s).
+#: Limits of the process that probes a downloaded template: address space (bytes), CPU time (s) and
+#: elapsed time (s).
 MEMORY_BYTES = 1 << 30
 CPU_S = 8
 _PATIENCE_S = 60.0

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 #: JSON schemas of the tools' arguments, by tool name.
 Tools = Mapping[str, Mapping[str, Any]]
-#: Longest name, and longest text between a name and its arguments (characters).
+#: Longest name of a tool or parameter (characters), and longest text between a tool's name and its
+#: arguments in a call.
 MAX_NAME = 256
 
 
@@ -127,7 +128,8 @@ GENERIC = ToolFormat(
 _ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
 FAMILIES = {family.name: family for family in _ALL}
 
-#: Texts, and the format of templates that contain them all. The first row that matches counts.
+#: Texts in a chat template, and the format of tool calls that they show. The first row whose texts are
+#: all in the template counts.
 _SIGNS = (
     (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),

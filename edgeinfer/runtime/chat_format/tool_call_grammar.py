@@ -115,7 +115,8 @@ def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
     return before.replace("$name", written), after
 
 
-#: A text parameter may contain XML calls itself, so these rules pair `<parameter=` and `</parameter>`.
+#: Grammar rules for the value of a text parameter. The text may contain XML calls itself, so the rules
+#: pair each `<parameter=` in the text with a `</parameter>`.
 _XML_VALUE = (
     "xvalue: xend | xopen xvalue xvalue",
     'xend[lazy]: /(?s:.*)/ "\\n</parameter>\\n"',

@@ -117,9 +117,10 @@ class Section:
 ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", "function", *ARGUMENT_KEYS)
 _BRACKETS = ("[", ",", "]")
-#: Longest call (characters); a longer one is text.
+#: Longest tool call (characters). A longer one counts as text of the answer.
 MAX_CALL = 1_000_000
-#: Matches the rest of a JSON string after its opening quote; and JSON outside strings and brackets.
+#: To find the end of a JSON object: match the rest of a string after its opening quote, and JSON
+#: outside strings and brackets.
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 _OUTSIDE_STRINGS = re.compile(r"[ \t\r\n:+\-.0-9eEtrufalsn]*")
 
@@ -130,7 +131,7 @@ class JsonSection(Section):
     def _parse(self) -> Iterator[None]:
         form = self._form
         self._cursor = len(self._marker)
-        # a section that began with ``` ends with ```
+        # a section of tool calls that began with ``` ends with ```
         closing = FENCE if self._marker.startswith(FENCE) else form.end
         brackets = () if form.named and form.end else _BRACKETS
         literals = sorted({*form.literals, closing, *brackets} - {""}, key=len, reverse=True)
@@ -311,7 +312,7 @@ def _decode(text: str) -> Any:
         return None
 
 
-#: Longest Python code (characters) that is parsed.
+#: Longest list of calls in Python's notation (characters) that is parsed: `[search(text="x")]`.
 _MAX_PYTHON = 20_000
 
 

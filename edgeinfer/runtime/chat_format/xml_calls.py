@@ -32,16 +32,16 @@ _MARKER = re.compile("|".join(_MARKERS))
 _AFTER_VALUE = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _NAME = rf"([^>\n]{{0,{MAX_NAME}}})>"
 _HEAD = re.compile(rf"(?:{FUNCTION}|{PARAMETER}){_NAME}")
-#: Matches what may follow a value: the next parameter, or closing tags and the next call.
+#: Matches what may follow a parameter's value: the next parameter, or closing tags and the next call.
 _TAIL = re.compile(
     rf"\s*(?:{PARAMETER}{_NAME}"
     rf"|(?P<closers>(?:{END_FUNCTION}\s*)?(?:{END_CALL}\s*)?)(?:{CALL}\s*)?(?:{FUNCTION}{_NAME})?)"
 )
-#: Longest number, boolean or null (characters). A longer value is a string.
+#: Longest number, boolean or null (characters) as a parameter's value. A longer value is a string.
 _MAX_SCALAR = 64
 
-#: Whether a tag ends a value: "no" and "end" are certain, "wait" needs more text to decide, and
-#: "perhaps" means that the tag ends the value unless a later tag fits better.
+#: Whether a tag ends a parameter's value: "no" and "end" are certain, "wait" needs more text to decide,
+#: and "perhaps" means that the tag ends the value unless a later tag fits better.
 Verdict = Literal["no", "wait", "end", "perhaps"]
 
 

@@ -129,12 +129,13 @@ def replace_function(functions: ctypes.Structure, name: str, function: Any) -> I
         setattr(functions, name, before)
 
 
-#: Maximum number of recorded copies while a state is saved. llama.cpp copies the keys and the values of
-#: each layer separately, and each range of adjacent cells.
+#: Maximum number of llama.cpp's copies that are recorded while a sequence's state is saved. llama.cpp
+#: copies the keys and the values of each layer separately, and each range of adjacent cells.
 _MOST_COPIES = 32768
 #: Maximum number of a process's memory mappings, if the kernel reports none.
 _DEFAULT_MAPPINGS = 65_530
-#: Cells are copied, not mapped, if more than this share of the allowed mappings is in use.
+#: If more than this share of the process's allowed memory mappings is in use, cells are copied from a
+#: file and not mapped.
 _MAPPINGS_SHARE = 0.75
 #: Minimum interval (s) between two counts of the mappings. A count takes 10 ms.
 _COUNT_S = 1.0

@@ -19,7 +19,8 @@ import msgspec
 _log = logging.getLogger("edgeinfer.engine")
 #: The only version of llama-cpp-python that the libraries work with: they use its private structs.
 BUILT_FOR = "0.3.36"
-#: Mangled name of ggml_backend_cpu_get_extra_buffer_types, to whose list the kernels are added.
+#: Mangled name of ggml_backend_cpu_get_extra_buffer_types; edgeinfer's kernels are added to the list
+#: that this C++ function returns.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 #: Functions that a library must export, without the prefix `edgeinfer_`, to detect an old library.
 _FUNCTIONS = {
@@ -39,7 +40,8 @@ LEVELS = {
     "cannonlake": "v3",
     "alderlake": "v3-vnni",
 } | dict.fromkeys("cascadelake cooperlake icelake zen4 sapphirerapids".split(), "v4")
-#: AT_HWCAP and AT_HWCAP2 of getauxval(3), and the bits of arm64 for dot products and for i8mm.
+#: Arguments of getauxval(3), AT_HWCAP and AT_HWCAP2, and the bits in its results that stand for arm64's
+#: dot products and i8mm.
 _HWCAPS = (16, 26)
 _ASIMDDP, _I8MM = 1 << 20, 1 << 13
 

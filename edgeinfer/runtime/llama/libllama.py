@@ -67,7 +67,7 @@ _CONT = 5
 
 #: Code that `decode` returns if a device throws an exception.
 _THROWN = -100
-#: Maximum number of arguments of `call`, without a struct at the end.
+#: Maximum number of arguments that `call` passes to a C function; a struct at the end does not count.
 _MAX_ARGUMENTS = 6
 
 #: Held while a backend is added, and while a context is made, which iterates over the backends.

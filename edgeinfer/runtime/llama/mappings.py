@@ -14,7 +14,7 @@ HUGEPAGE = 14
 POPULATE_WRITE = 23
 #: Flags of mmap(2) that Python does not define.
 _FIXED, _NORESERVE = 0x10, 0x4000
-#: Smallest mapping (bytes) that counts as weights.
+#: A file that is mapped shared counts as weights if its mapping has at least this size (bytes).
 LARGE_BYTES = 32 << 20
 
 

@@ -27,7 +27,7 @@ _I32 = ctypes.c_int32
 _TEXT_CHUNK = 0  # value of the C constant MTMD_INPUT_CHUNK_TYPE_TEXT
 #: Width and height (pixels) of the picture that tests a new projector.
 _PROBE = 64
-#: Largest accepted absolute value in a row; real ones are below 1,000.
+#: Largest accepted absolute value in the embedding of a picture; real values are below 1,000.
 _LARGEST = 1e6
 
 
@@ -131,7 +131,7 @@ class Projector:
         """
         self._library = _open_library()
         self._context: int | None = None
-        #: Elements of a row: the size of the model's input embeddings.
+        #: Number of elements of an embedding row: the size of the model's input embeddings.
         self.width = int(libllama.L.llama_model_n_embd_inp(model))
         params = self._library.mtmd_context_params_default()
         params.print_timings = params.warmup = False
@@ -156,7 +156,7 @@ class Projector:
         if not self._library.mtmd_support_vision(self._context):
             raise ModelLoadError(f"the projector {path} is not for pictures", hint=OTHER_PROJECTOR)
         tried = self.chunks(_PROBE, _PROBE)
-        # -1 is a separator that the vocabulary lacks: llama.cpp would abort in a step that computes it
+        # -1 stands for a separator that the vocabulary lacks: llama.cpp would abort in a step with -1
         if any(token < 0 for chunk in tried for token in chunk.tokens):
             problem = f"the projector {path} belongs to another model: this vocabulary lacks its tokens"
             raise ModelLoadError(problem, hint=OTHER_PROJECTOR)

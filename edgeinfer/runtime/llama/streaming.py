@@ -52,7 +52,7 @@ class Streaming:
             self.kernels.edgeinfer_stream_follow(ctypes.c_int64(read_memory().available_bytes))
 
 
-#: The streaming in this process, None without one. Its `check` must be called after each step.
+#: The weight streaming of this process, None without one. Its `check` must be called after each step.
 active: Streaming | None = None
 #: Held while `active` is cleared, and while any thread reads statistics.
 _lock = threading.Lock()

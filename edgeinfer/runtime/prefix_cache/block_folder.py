@@ -61,7 +61,7 @@ _N_READERS = 2
 _FULL_DISK_PAUSE_S = 60.0
 #: Maximum bytes of blocks that may wait to be written. If none waits, a larger block is accepted.
 _MAX_QUEUED_BYTES = 256 << 20
-#: How long (s) clearing waits for pending writes.
+#: How long (s) `clear` waits for pending writes before it deletes all blocks.
 _CLEAR_TIMEOUT_S = 10.0
 
 

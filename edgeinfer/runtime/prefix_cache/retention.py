@@ -49,7 +49,8 @@ MARGIN_BYTES = 512 << 20
 _PRUNE_TO = 0.9
 #: The sizes of all blocks are read again each time that 1/32 of the limit has been written.
 _RECOUNT_SHARE = 32
-#: Unfinished files, and conversations' lists of which no block is left, are deleted at this age (s).
+#: Age (s) at which two kinds of files are deleted: unfinished ones, and a conversation's list of blocks
+#: if none of these blocks is left.
 _STALE_S = 3600.0
 
 
@@ -212,14 +213,16 @@ def forget_conversations(root: Path, *conversations: str) -> int:
 _FOLDER = "kept"
 #: Matches the name of an agent whose sessions are recorded, such as "claude-code".
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
-#: Matches the name of an agent's file: the agent's name, and a hash of the cache salt if there is one.
+#: Matches the name of the file that records an agent's sessions: the agent's name, and a hash of the
+#: cache salt if there is one.
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
 #: If a session begins with less than this share of the agent's recorded blocks, the agent is assumed to
 #: be a new version, and its record begins again.
 _SAME_SHARE = 0.5
 #: Number of an agent's sessions after which the blocks that they share are retained.
 _MIN_SESSIONS = 2
-#: Maximum number of recorded blocks that followed the blocks shared by an agent's sessions.
+#: Maximum number of blocks that are recorded in addition to those that an agent's sessions share:
+#: blocks that followed the last shared one.
 _MAX_FOLLOWING = 8
 
 

@@ -22,7 +22,7 @@ from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.prefix_cache.kv_block import block_tokens
 
-#: Tokens per step of the check. An incoming request waits for one step at most.
+#: Tokens per step of the round-trip check. An incoming request waits for one step at most.
 _CHUNK = 32
 #: Tokens of the checked text and of each of its blocks, for models without a sliding window.
 _TOKENS = 24

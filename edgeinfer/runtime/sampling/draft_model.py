@@ -42,30 +42,32 @@ from edgeinfer.runtime.sampling.speculative import (
     join,
 )
 
-#: Acceptance rates are learned for groups of tokens, by the probability that the draft model gives
-#: them. These are the bounds of the groups, and the rates assumed at first.
+#: Acceptance rates are learned for groups of draft tokens. The draft model's probability of a token
+#: decides the token's group. These are the bounds of the groups, and the first rate of each.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-#: Acceptance rate assumed for tokens that are not drafted yet, and its weight in measured tokens. The
-#: weight is small, so that wrong drafts end soon.
+#: Acceptance rate expected of tokens before they are drafted: its first value, and the number of
+#: verified tokens that the rate counts as when an answer begins. The number is small, so that wrong
+#: drafts end soon.
 _MEAN_START, _MEAN_TOKENS = 0.7, 3
-#: Text that a grammar forces is drafted in its usual tokens, without the draft model. The large model
-#: may write the text in other tokens: `"/` instead of `"`. So such tokens have an acceptance rate, too:
-#: the rate assumed at first, and the least rate with which they are drafted.
+#: Text that a grammar forces is drafted without the draft model, in its usual tokens. The large model
+#: may write the text in other tokens: `"/` instead of `"`. So these draft tokens have an acceptance
+#: rate: its first value, and the least rate with which they are drafted.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
 #: the difference, so that a draft model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
 #: How much drafts may still lose (`DraftModel.balance`, in steps of one token): at first, and at most.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
-#: Each step adds this share of a token's cost to `DraftModel.balance`.
+#: Each step adds this share of a token's cost to `DraftModel.balance`, so that drafts are tried again
+#: after they have lost too much.
 _LOSS_SHARE = 0.01
 #: Drafts in the rest of an answer must repay the draft model's prefill. The rest is assumed to be as
 #: long as the answer so far, and at least this long (tokens).
 _LEAST_ANSWER_TOKENS = 64
-#: Cost of prefilling a token, relative to drafting one.
+#: Cost of prefilling a token with the draft model, relative to drafting one.
 _PREFILL_SHARE = 0.25
-#: Weight of a new measurement in the average cost of a draft token.
+#: Weight of a new measurement in the moving average of a draft token's cost.
 _WEIGHT = 0.1
 
 
@@ -279,7 +281,7 @@ class ModelDrafting(Drafting):
         assert self._cached is not None
         model, runs = self._model, self._drafted
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
-        # only if greedy: likely tokens use up no random numbers, so tokens sampled later would differ
+        # only if greedy: likely tokens are drafted without random numbers, so later tokens would differ
         is_greedy = self._request.sampling.temperature <= 0
         is_end = False
         while not is_end:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: How many compiled constraints are cached. One takes about 20 KiB.
 CACHE_SIZE = 128
-#: Longest constraint (bytes of its JSON).
+#: Longest constraint of an answer, such as a schema or a grammar (bytes of its JSON).
 MAX_SOURCE = 512 * 1024
 #: JSON as `json.dumps` writes it, on one line. This style forces more tokens, and keeps a small model
 #: from writing white space without end.
@@ -357,7 +357,7 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
             problem = "an option is empty" if constraint.options else "there are no options"
             hint = 'give the possible answers as texts: ["yes", "no"]'
             raise UnsupportedConstraintError(f"choice: {problem}", param="options", hint=hint)
-        # one terminal, because alternatives of a rule count against the parser's limit
+        # write all options as one terminal: alternatives of a rule count against the parser's limit
         return "start: OPTION\nOPTION: " + " | ".join(map(quote, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
 

@@ -34,7 +34,7 @@ LOCATE_S = 5.0
 
 #: Values of `format` that are enforced. JSON Schema allows implementations to ignore others.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-#: Keywords that `alternatives` rewrites.
+#: Keywords that `alternatives` replaces by schemas of equal meaning without these keywords.
 _REWRITTEN = ("not", "if", "dependencies", "dependentRequired", "dependentSchemas")
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")

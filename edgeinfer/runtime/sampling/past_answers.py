@@ -34,13 +34,14 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import open_private
 
 FOLDER = "answers"
-#: Number of tokens that a file stores, and of entries in each of its tables. A file has at most 3 MiB.
+#: Number of tokens that a file of past answers stores, and of entries in each of its hash tables. A
+#: file has at most 3 MiB.
 RING = 1 << 18
 #: Maximum number of files per model (96 MiB); the least recently written one is deleted first.
 MAX_FILES = 32
 #: Number of tokens before an answer that are stored, too, so that the answer's beginning can be found.
 CONTEXT_TOKENS = 8
-#: Longest compared suffix (tokens).
+#: Maximum number of tokens that `common_suffix` compares.
 LONGEST = 32
 _GRAMS = (8, 4)
 _WORD = 4

@@ -22,7 +22,7 @@ class Overlaps:
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self._target_of, self._define = target, define
-        #: Results of `disjoint` by the schemas' `id`. Both schemas are stored, so that no id is reused.
+        #: Results of `disjoint` by the `id` of both schemas. Both are stored, so that no id is reused.
         self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
 

@@ -36,9 +36,9 @@ MAX_DRAFT = 15
 _ROWS = (1, 2, 4, 8, 16, 32)
 #: Costs assumed before the first measurement: two to three times those of edgeinfer's kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
-#: How long (s) costs are measured at first.
+#: How long (s) `measure` measures the costs of steps.
 _MEASURE_S = 0.7
-#: Weight of a step without drafts in the average time of such steps.
+#: Weight of a step without drafts in the moving average of the time of such steps.
 _PLAIN_WEIGHT = 0.1
 #: Weight of two slow corrections: a step with drafts corrects the average time of steps without drafts,
 #: and a step without drafts lowers the cost of the largest batch if it exceeds the extrapolated one.
@@ -137,7 +137,7 @@ class DraftBudget:
         self.cost, self._expected = curve.cost(n_sequences), float(n_sequences)
         #: Time (s) of a step with one row; 0 before the first measurement.
         self.row_s = curve.seconds(n_sequences, 1) or 0.0
-        #: Lowest cost per row of 1 to MAX_DRAFT more rows; None until `least_chance` computes the cost.
+        #: Lowest cost per row if the step gets 1 to MAX_DRAFT more rows; None until it is computed.
         self._least_row: float | None = None if self.row_s else math.inf
         #: Time (s) that a draft model took for this step.
         self.model_s = 0.0
@@ -195,9 +195,9 @@ class DraftBudget:
 #: acceptance rate assumed before the first verification.
 _LENGTHS = (2, 3, 4, 6, 9, 16, 32)
 _START = (0.3, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
-#: The assumed rate counts as this many verified tokens.
+#: The acceptance rate assumed at first counts as this many verified tokens.
 _START_TOKENS = 7
-#: Minimum weight of one verified token in the moving average.
+#: Minimum weight of one verified token in the moving average of an acceptance rate.
 _LEAST_WEIGHT = 0.04
 
 

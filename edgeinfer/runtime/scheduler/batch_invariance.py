@@ -22,16 +22,18 @@ class BatchInvariance:
     sums_in_order: bool = True
 
 
-#: Limits of llama.cpp's own attention with an f16 KV cache. A batch of 64 or more tokens is computed by
-#: another kernel. From 512 cells on, several threads share the cells of a token. llama.cpp rounds the
-#: number of cells up to a multiple of 256, so 192 used cells and 60 new ones count as 256.
+#: Up to these limits, results of llama.cpp's own attention (f16 KV cache) do not depend on the batch. A
+#: batch of 64 or more tokens is computed by another kernel. From 512 cells on, several threads share
+#: the cells of a token. llama.cpp rounds the number of cells up to a multiple of 256, so 192 used cells
+#: and 60 new ones count as 256.
 _LLAMA_INVARIANCE = BatchInvariance(max_tokens=60, max_cells=192)
-#: native/attention.cpp accepts heads of up to 256 elements, in multiples of 16.
+#: native/attention.cpp accepts attention heads of up to 256 elements, in multiples of 16.
 _MOST_HEAD, _HEAD_STEP = 256, 16
 #: File types (llama_ftype) whose products llama.cpp always computes as dot products of single rows, so
 #: that they are batch-invariant: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: For file types that are not in _DOT_ONLY, llama.cpp may use another kernel above this batch size.
+#: Largest batch (tokens) for file types that are not in _DOT_ONLY: above this size, llama.cpp may
+#: compute their products with another kernel.
 _DOT_TOKENS = 3
 
 

@@ -11,7 +11,7 @@ from edgeinfer.runtime.events import Divergence
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, common_prefix
 from edgeinfer.runtime.prompt_tokens import text_only
 
-#: Tokens of text that are shown before and after the difference.
+#: Number of tokens that are shown before and after the place where a prompt differs from the cache.
 _EXCERPT_TOKENS = 12
 
 

@@ -173,8 +173,8 @@ class Executor:
         self.chunk_sizer.record(n_tokens, step_s(n_tokens), is_long=False)
 
 
-#: Aborts may waste `_MAX_LOST_S` of prefill time. Each prefill step that is not aborted adds this share
-#: of its time to the rest of that allowance.
+#: Aborting prefill steps may waste `_MAX_LOST_S` of their time. Each prefill step that is not aborted
+#: adds this share of its time to what may still be wasted.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
 #: A step that is at least half done and will end within this time (s) is not aborted.

@@ -15,7 +15,7 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 _IDLE_S = 300.0
 #: Interval (s) of the checks whether all blocks are on disk.
 _WRITE_CHECK_S = 0.5
-#: With fewer used cells, no memory is given back.
+#: Memory is given back only if idle sequences use at least this many cells.
 _MIN_IDLE_CELLS = 512
 
 

@@ -58,7 +58,7 @@ class TokenRecorder(SequenceObserver):
         self.differs = False
         #: LoRA adapters of the request, which the engine sets.
         self.adapters: tuple[Adapter, ...] = ()
-        #: Returns why another engine may choose other tokens, "" if none may. Set by the engine.
+        #: The engine's function: returns why another engine may choose other tokens, "" if none may.
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:

@@ -21,7 +21,7 @@ from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Time limits (s) for restoring blocks between two steps: while sequences decode, and otherwise.
+#: Time limits (s) for restoring KV blocks between two steps: while sequences decode, and otherwise.
 _LOAD_S_WHILE_DECODING = 0.02
 _LOAD_S = 0.1
 #: Idle sequences are evicted before a prefill only if they have at least this many cells in total.

@@ -20,14 +20,15 @@ from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 
-#: Limit of the test's CPU time (s).
+#: CPU time (s) that the test of a projector may take.
 _CPU_S = 600
 #: Address space (bytes) allowed for libraries and threads, in addition to the free memory and the sizes
 #: of the files. Most of it is never used.
 _MAPPED_BYTES = 4 << 30
-#: Width and height (pixels) of the picture that is encoded.
+#: Width and height (pixels) of the picture that the test encodes.
 _SIDE = 64
-#: Picture sizes (pixels) that are tiled or scaled in different ways. They are only tokenized.
+#: Width and height (pixels) of pictures that are tiled or scaled in different ways. The test does not
+#: encode these pictures, it only tokenizes them.
 _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
 
 

@@ -24,7 +24,7 @@ from edgeinfer.runtime.llama.libllama import L
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+\S")
 _SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
 _FAILED = re.compile(r"failed to quantize: (.*)")
-#: Maximum bytes that the target's metadata may take.
+#: Maximum disk space (bytes) that is reserved for the metadata of the quantized file.
 _HEADER_BYTES = 64 << 20
 
 
