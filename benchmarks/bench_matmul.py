@@ -2,12 +2,13 @@
 llama.cpp's.
 
 Rows/s are those of a qwen3 of eight layers and width 2,560: a row is multiplied with its 0.807 G
-weights. The measured matrices are a part of them, which exceeds every cache. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same
-weights, and llama.cpp's on repacked weights if it repacks the type; with `--ik`, also ik_llama.cpp's on
-plain and on repacked ones. Shares are of the CPU's integer peak with the instructions of that level
-(cpu_peak.c, measured before and after). Types of few bits may exceed AVX2's peak, because their sums
-need only 16 bits for some steps. The rate of one row is also given in GB of weights per second, for
-comparison with a plain loop that reads memory.
+weights. The measured matrices are a part of them, which exceeds every cache. The sides are processes
+that take turns: ours and llama.cpp's ("plain") on the same weights, and llama.cpp's on repacked weights
+if it repacks the type; with `--ik`, also ik_llama.cpp's on plain and on repacked ones. Shares are of
+the CPU's integer peak with the instructions of that level (cpu_peak.c, measured before and after).
+Types of few bits may exceed AVX2's peak, because their sums need only 16 bits for some steps. The rate
+of one row is also given in GB of weights per second, for comparison with a plain loop that reads
+memory.
 """
 
 from __future__ import annotations

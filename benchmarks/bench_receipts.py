@@ -91,7 +91,7 @@ _FREE = ("sampled", "cut by length", "penalties", "streamed", "n = 4", "from the
 @contextmanager
 def endpoint(model: Path) -> Iterator[int]:
     """Serve a model file in an empty home until the block ends; yield the port."""
-    with tempfile.TemporaryDirectory(prefix="bench-receipts-") as home:
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as home:
         settings: dict[str, Any] = {"env": os.environ | {"EDGEINFER_HOME": home}}
         pull = [*EDGEINFER, "pull", str(model), "--name", "m", "--in-place", "--quiet"]
         subprocess.run(pull, check=True, **settings)

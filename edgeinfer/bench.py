@@ -381,7 +381,7 @@ class MeasuredServer:
 
 def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
     if tokens < 1 or seconds <= 0:
-        problem = f"{tokens} tokens in {seconds:g} s are too few to measure a rate"
+        problem = f"{tokens} tokens in {seconds:g} s give no rate"
         raise ServeError(problem, hint="use longer prompts and answers, e.g. `-p 512 -n 128`")
     return Sample(tokens / seconds, "tokens/s", None if joules is None else joules / tokens)
 

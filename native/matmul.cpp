@@ -598,8 +598,8 @@ template <class T, int kC, class... Args> __attribute__((noinline)) void few(Arg
 // bytes before the reads, and continue from the end of these rows with the `next` rows: memory is read in order, and used from L1.
 // On Zen 5, most types prefetch a group's cache lines (36 for Q4_K) in two bursts. One burst had 0.9 to 0.96 of the rate of two if two
 // threads read memory at 75 GB/s, and 0.93 for Q6_K at 50 GB/s. Q4_0, Q4_1 and Q8_0 use one burst, because two lose as much at 50 GB/s
-// as they gain at 75. Prefetches spread over all blocks had half of the rate there. On Zen 4, they have 1.05 to 1.2 times the rate of
-// bursts (Q4_K_M, Q8_0, Q6_K, Q4_0), which wait for requests in flight. `products`: space for kC * kLanes * spans floats.
+// as they gain at 75. Prefetches spread over all blocks had half of the rate there. On Zen 4, they have 1.04 to 1.27 times the rate of
+// bursts (docs/decisions/110-one-row-in-order.md). `products`: space for kC * kLanes * spans floats.
 template <class T, int kC>
 void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, float *out, float *products, const uint8_t *next) {
     constexpr int kParts = kSpan / T::kGroup, kBytes = kParts * T::kBytes, kOnce = kLanes * kBytes;
@@ -612,9 +612,9 @@ void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, floa
         auto prefetch_burst = [&](int from, int to) __attribute__((always_inline)) {
             if (g_prefetches_to_l1) prefetch_lines<0>(ahead + from, to - from);
         };
-        auto prefetch_with_block = [&](int block) __attribute__((always_inline)) {  // the next spans, which L2 has by now, also to L1
+        auto prefetch_with_block = [&](int block) __attribute__((always_inline)) {  // from memory to L2; the next spans, which L2 has, to L1
             if (g_prefetches_to_l1) return;
-            const int from = kOnce * block / kBlocks / 64 * 64, to = kOnce * (block + 1) / kBlocks / 64 * 64;
+            const int from = kOnce * block / kBlocks / 64 * 64, to = block + 1 < kBlocks ? kOnce * (block + 1) / kBlocks / 64 * 64 : kOnce;
             for (int line = from; line < to; line += 64) __builtin_prefetch(ahead + line, 0, 2);
             for (int line = from; line < to; line += 64) __builtin_prefetch(w + kOnce + line, 0, 3);
         };

@@ -28,7 +28,8 @@ PASTED = "pasted text"
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
-#: Matches `@name` or `@"any name"` after a space. An unquoted name does not end with punctuation.
+#: Matches `@name` or `@"any name"` at the start or after a space. An unquoted name does not end with
+#: punctuation.
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 
 #: Matches a name that can only be a path: one with a slash, or with a suffix such as `.txt`.

@@ -196,6 +196,11 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
         info = os.lstat(path)
     except OSError as error:
         raise SnapshotMissingError(f"{path} cannot be read: {error.strerror}") from error
+    _refuse_access(info, path, directory=directory)
+    return info
+
+
+def _refuse_access(info: os.stat_result, path: str, *, directory: bool) -> None:
     if not (stat.S_ISDIR if directory else stat.S_ISREG)(info.st_mode):
         problem = f"{path} must be a {'directory' if directory else 'regular file'}"
         problem += ", not a symlink" if stat.S_ISLNK(info.st_mode) else ""
@@ -206,14 +211,13 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
     if info.st_mode & 0o077:
         problem = f"other users may access {path}: its mode must be {info.st_mode & 0o700:o}"
         raise SnapshotUnsafeError(problem, hint=f"chmod go= {path}")
-    return info
 
 
 def private_dir(path: Path) -> Path:
     """Create `path` if missing, for this user only (0700), and return it.
 
-    Raises SnapshotUnsafeError if `path` has another owner or a wider mode, or is a symlink.
+    Raises OSError, and SnapshotUnsafeError if `path` has another owner, a wider mode or is a symlink.
     """
     make_folder(path)
-    refuse_unsafe(str(path), directory=True)
+    _refuse_access(os.lstat(path), str(path), directory=True)
     return path

@@ -230,15 +230,19 @@ def parse_json(data: bytes) -> Any:
         raise ReceiptError(problem, hint="check the file: a receipt of 131,072 tokens takes 2 MB")
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError:
-        problem = "it is nested too deeply"
-    except UnicodeDecodeError:
-        problem = "the file is not UTF-8 text"
-    except json.JSONDecodeError as error:
-        problem = f"the text is not JSON (line {error.lineno}, column {error.colno})"
-    except ValueError as error:
-        problem = str(error)
-    raise ReceiptError(f"this is not a receipt: {problem}")
+    except (RecursionError, ValueError) as error:
+        raise ReceiptError(f"this is not a receipt: {_problem_of(error)}") from error
+
+
+def _problem_of(error: RecursionError | ValueError) -> str:
+    match error:
+        case RecursionError():
+            return "it is nested too deeply"
+        case UnicodeDecodeError():
+            return "the file is not UTF-8 text"
+        case json.JSONDecodeError():
+            return f"the text is not JSON (line {error.lineno}, column {error.colno})"
+    return str(error)
 
 
 def to_receipt(document: Any) -> Receipt:

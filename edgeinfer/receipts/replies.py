@@ -28,7 +28,7 @@ _Copy = dict[Part, dict[tuple[int, ...], list[str]]]
 #: A stream of /v1/responses sends an answer five times. These are the names of the five copies; other
 #: replies have one copy.
 _OF_RESPONSES = {"deltas", "texts", "parts", "items", "response"}
-#: Copies in a reply that is one JSON document, so that each text and call occurs once.
+#: Copies of replies that are never streamed in pieces, so that each text and call occurs once.
 _WHOLE = {"chat", "message", "infer"}
 #: Copies in which a tool call's arguments are an object; `{}` if the model wrote an unfinished one.
 _WITH_OBJECTS = {"message", "blocks", "Ollama's chat"}
@@ -234,18 +234,25 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     return document.get("done") is not False  # in Ollama's API, only the last line lacks `done: false`
 
 
-#: Order of the events in a stream that has blocks (/v1/messages) or items (/v1/responses), as letters
-#: of `_TYPES`. A block or item begins (capital letter), has only pieces of its own kind, and ends (.)
-#: before the next one begins and before the answer ends (/).
-_ORDER = re.compile(r"(?:(?:T[tp]*|R[rp]*|Aa*)\.|/)*(?:T[tp]*|R[rp]*|Aa*)?")
+#: Order of the events in a stream of /v1/messages, which has blocks, or of /v1/responses, which has
+#: items, as letters of `_TYPES`. A block or item begins (capital letter), has only pieces of its own
+#: kind, and ends (. or ,) before the next one begins and before the answer ends (/ or ;).
+_ORDER = re.compile(
+    r"(?:(?:Tt*|Rr*|Aa*)\.|/)*(?:Tt*|Rr*|Aa*)?|(?:(?:M[mp]*|S[sp]*|Ff*),|;)*(?:M[mp]*|S[sp]*|Ff*)?"
+)
 #: Letter in `_ORDER` → types of blocks, items, deltas and events for which it stands.
 _TYPES = {
-    "t": "text message text_delta output_text",
-    "r": "thinking reasoning thinking_delta signature_delta reasoning_text",
-    "a": "tool_use function_call input_json_delta function_call_arguments",
+    "t": "text text_delta",
+    "r": "thinking thinking_delta signature_delta",
+    "a": "tool_use input_json_delta",
+    ".": "content_block_stop",
+    "/": "message_delta",
+    "m": "message output_text",
+    "s": "reasoning reasoning_text",
+    "f": "function_call function_call_arguments",
     "p": "content_part",
-    ".": "content_block_stop output_item",
-    "/": "message_delta completed incomplete",
+    ",": "output_item",
+    ";": "completed incomplete",
 }
 _LETTERS = {name: letter for letter, names in _TYPES.items() for name in names.split()}
 
@@ -263,7 +270,7 @@ def _is_in_order(documents: list[Any]) -> bool:
             item_id, name = block.get("id"), _type_of(block)
             newest += 1
         letter = _LETTERS.get(name, "?")
-        if letter == "/":
+        if letter in "/;":
             letters += letter
         elif begins or index is not None:
             letters += letter.upper() if begins else letter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -235,8 +236,14 @@ class _Spot(NamedTuple):
 
 def _read_best(shapes: Iterable[tuple[str, Any]], node: Any, spot: _Spot) -> tuple[str, list[Piece]]:
     """Return the name and the pieces of the shape with the fewest unknown parts."""
-    readings = ((name, list(_pieces(shape, node, spot))) for name, shape in shapes)
-    return min(readings, key=lambda reading: [piece.kind for piece in reading[1]].count(Part.UNKNOWN))
+    best, fewest = ("", list[Piece]()), math.inf
+    for name, shape in shapes:
+        pieces = list(_pieces(shape, node, spot))
+        if (n_unknown := [piece.kind for piece in pieces].count(Part.UNKNOWN)) < fewest:
+            best, fewest = (name, pieces), n_unknown
+        if not n_unknown:
+            break
+    return best
 
 
 def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:

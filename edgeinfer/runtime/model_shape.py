@@ -46,7 +46,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     - weights_bytes_per_token: bytes of weights read for a token, without the experts not used for it.
     - n_query: elements of one token's Q in a layer.
     - kv_rows: elements of one token's K and of its V in each layer; () without attention.
-    - head_lengths: elements of a head's K and V, then lengths in layers with windows or MLA, if any.
+    - head_lengths: elements of a head's K and V, then those in layers with windows or latent attention.
     - can_quantize_kv: each head is a whole number of blocks of the quantized KV types.
     - state_elements: float32 elements of one sequence's recurrent state.
     - embedding_bytes, expert_bytes: sizes of the token table and of all experts, in `weights_bytes`.

@@ -26,8 +26,8 @@ class Caller(msgspec.Struct, frozen=True):
     """The client of a request.
 
     `name` is the name of the API key (8 hex digits of its digest). Without API keys, `name` is "" for
-    the user who runs the endpoint, `uid-N` for another user. An administrator may pull, unload and
-    remove models, which all clients share. Requests with the same `turn` wait in one queue, and the
+    the user who runs the endpoint, `uid-N` for another user. An administrator may change models
+    and settings that all clients share. Requests with the same `turn` wait in one queue, and the
     queues are served round-robin. Requests with the `turn` "" do not wait for other clients.
     """
 

@@ -377,7 +377,7 @@ class _Server:
     def _call(self, frame: Call) -> None:
         if frame.method not in CALLS:
             raise EngineError(
-                f"the model's process is of another version: it has no method {frame.method}",
+                f"the model's process has no method {frame.method}: it may be of another version",
                 hint="stop all processes of edgeinfer, then run the command again",
             )
         arguments, named = msgspec.msgpack.decode(frame.arguments)

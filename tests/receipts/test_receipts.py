@@ -733,7 +733,7 @@ def test_a_receipt_goes_into_a_fifo_and_a_file_of_its_owner_s(tmp_path: Path) ->
     for path, problem in ((tmp_path / "none/file", "there is no folder"), (tmp_path, "is a folder")):
         with pytest.raises(UsageError, match=problem):
             ReceiptFile.parse(str(path))
-    with pytest.raises(UsageError, match="not an ordinary file"):
+    with pytest.raises(UsageError, match="must be an ordinary file"):
         ReceiptFile(fifo).record(GenerateRequest(prompt="a"), is_private=True)
 
 

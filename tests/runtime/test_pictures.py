@@ -446,7 +446,7 @@ def test_refused_beside_pictures(engine: LlamaEngine) -> None:
     with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
         engine.submit(chat(picture(), prompt_logprobs=1))
     broken = Message(role="user", content="no place", pictures=(picture(),))
-    with pytest.raises(InvalidRequestError, match="pictures: 1, marks: 0"):
+    with pytest.raises(InvalidRequestError, match="pictures: 1, placeholders: 0"):
         engine.submit(GenerateRequest(messages=(broken,)))
     with pytest.raises(InvalidRequestError, match="at most 64 pictures"):
         engine.submit(chat(*[picture()] * 65))

@@ -86,7 +86,7 @@ def test_named_snapshot_is_resumed_by_name_alone(user):
     other = user.ask("--snapshot", "short", "--ctx", "2048")
     assert (other.code, "made with --ctx 512, not --ctx 2048" in other.err) == (7, True)
     missing = user.ask("--snapshot", "long")
-    assert (missing.code, f"snapshots: {MODEL},short" in missing.err) == (7, True)
+    assert (missing.code, f"name one of: {MODEL},short" in missing.err) == (7, True)
     assert user.ask("--snapshot", "short", "--resume=auto").code == 2
     assert re.search(r"^--ctx +512 +as asked$", user.run("snapshots", "show", "short").out, re.M)
 

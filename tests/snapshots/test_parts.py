@@ -1,5 +1,6 @@
 """Parts of snapshots: builds, stamps, random seeds, prefetch, limits, what a launch imports."""
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -57,16 +58,17 @@ from .conftest import NO_AUTO_WARM, folder_of, manifest, publish
 
 
 def test_death_of_the_process_to_park_is_reported_with_its_last_lines(tmp_path):
-    client, _client_end = socket.socketpair()
-    link, parked_link = socket.socketpair()
-    init_link, builder_link = socket.socketpair()
-    parked_link.shutdown(socket.SHUT_WR)
-    builder_link.sendall(b"256")
     (tmp_path / storage.PARK_LOG).write_text("Traceback\nValueError: no\n")
     inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=LoadOptions())
     request = BuildRequest(inputs=inputs, depends_on="", criu="", version="", tier="root")
-    with pytest.raises(DumpError, match=r"died: Traceback \| ValueError: no$") as caught:
-        Builder(client, tmp_path, request)._wait_until_parked(link, init_link)
+    with contextlib.ExitStack() as sockets:
+        (client, _), (link, parked), (init, builder) = (
+            [sockets.enter_context(link) for link in socket.socketpair()] for _ in range(3)
+        )
+        parked.shutdown(socket.SHUT_WR)
+        builder.sendall(b"256")
+        with pytest.raises(DumpError, match=r"died: Traceback \| ValueError: no$") as caught:
+            Builder(client, tmp_path, request)._wait_until_parked(link, init)
     assert caught.value.hint is None
 
 

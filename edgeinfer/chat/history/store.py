@@ -273,7 +273,7 @@ class ConversationStore:
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Delete conversations and their copies for good, unless restored. Raises StoreError."""
+        """Delete conversations for good, in copies too, unless restored. Raises StoreError."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
             database.delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")

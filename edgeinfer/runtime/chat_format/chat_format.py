@@ -451,8 +451,8 @@ class PictureMarkers:
         content, *after_pictures = split_at_pictures(message.content, message.pictures)
         if len(after_pictures) != len(message.pictures):
             raise InvalidRequestError(
-                "a message needs a mark in `content` for each picture; it has "
-                f"pictures: {len(message.pictures)}, marks: {len(after_pictures)}",
+                "a message needs a placeholder in `content` for each picture; it has "
+                f"pictures: {len(message.pictures)}, placeholders: {len(after_pictures)}",
                 param="messages",
                 hint="make `content` and `pictures` with `edgeinfer.media.pictures.join_parts`",
             )

@@ -220,7 +220,7 @@ def _load_backends() -> ctypes.CDLL:
     if not ggml.ggml_backend_reg_count():
         places = ", ".join(str(p) for p in variant_dirs())
         problem = f"llama.cpp has no CPU backend: no libggml-cpu*.so in {places} runs on this machine"
-        raise EngineError(problem)
+        raise EngineError(problem, hint="install edgeinfer again, then run `edgeinfer doctor`")
     return ggml
 
 

@@ -82,7 +82,8 @@ def _moving_average(measured: float, average: float | None) -> float:
 def decode_budget_s(elapsed_s: float, remaining_s: float) -> float:
     """Return how long (s) decode-only steps may have delayed a prefill so far.
 
-    That is 10 % of the prefill's time so far (`elapsed_s`), plus 10 % of `remaining_s`, at most 1 s.
+    That is 10 % of the prefill's time so far (`elapsed_s`), plus the smaller of 10 % of `remaining_s`
+    and 1 s.
     """
     return _DECODE_SHARE * elapsed_s + min(_DECODE_SHARE * remaining_s, _MAX_ADVANCE_S)
 

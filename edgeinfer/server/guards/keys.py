@@ -134,7 +134,7 @@ def read_keys(path: Path) -> list[str]:
     keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
         hint = f"write one API key per line: `openssl rand -hex 32 >> {path}`"
-        raise ServeError(f"{path} is empty or has only comments, but no API key", hint=hint)
+        raise ServeError(f"{path} has no API key", hint=hint)
     return keys
 
 

@@ -106,7 +106,7 @@ class Opened(Reply, frozen=True, kw_only=True):
 class Report(Reply, frozen=True, kw_only=True):
     """A report of `edgeinfer eval`.
 
-    A list of reports sets only `written_at` (Unix time); the request for one report sets only `blocks`.
+    In a list of reports, `written_at` (Unix time) is set; in the answer about one report, `blocks`.
     """
 
     name: str

@@ -476,6 +476,17 @@ _MISREAD = {
     "a text before its block": [*_YES, start(0, "text", text=""), stop(0)],
     "a block twice": [start(0, "text", text=""), start(0, "text", text=""), *_YES, stop(0)],
     "a delta whose type is a number": [start(0, "text", text=""), delta(0, 5, text="Yes, "), *_YES[1:]],
+    "an event of the other API": [
+        start(0, "text", text=""),
+        *_YES,
+        {
+            "type": "response.content_part.added",
+            "output_index": 0,
+            "content_index": 0,
+            "part": {"type": "output_text", "text": "", "annotations": []},
+        },
+        stop(0),
+    ],
     "a block that stays open": [start(0, "text", text=""), *_YES, {"type": "message_delta"}],
     "arguments after the call": [
         start(0, "tool_use", **_USE),

@@ -142,7 +142,7 @@ def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
     shouting = make_adapter(tmp_path / "RED.gguf", 1)
     for fields, message in (
         ({"requested": {"lora": shouting}}, "the adapter RED.gguf has no name"),
-        ({"files": {shouting: ""}}, "RED.gguf, which your models.toml names"),
+        ({"files": {shouting: ""}}, "RED.gguf, which only this machine's models.toml names"),
     ):
         with pytest.raises(SnapshotError, match=message):
             exporting.describe(manifest(model=MODEL, **fields), "")
