@@ -13,7 +13,7 @@ from edgeinfer.errors import UsageError
 _HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
 )
-#: Headers that the HTTP client of the next connection sets itself.
+#: Headers of a request that are left out when it is forwarded, because the HTTP client sets its own.
 _SET_ANEW = frozenset(("host", "content-length"))
 
 Headers = tuple[tuple[str, str], ...]

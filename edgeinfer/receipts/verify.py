@@ -28,7 +28,8 @@ from edgeinfer.runtime.revision import KERNEL_REVISION, is_newer
 #: llama.cpp's kernels and ours, those of an answer's tokens differ by 0.04 to 0.09 on average and by at
 #: most 0.3 (SmolLM2 and Gemma 3, four answers of 150 tokens each).
 MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 1.0
-#: Tolerance for equal kernel revisions: receipts round log-probabilities to three decimal places.
+#: Allowed difference of log-probabilities if receipt and program have the same kernel revision, since
+#: receipts round to three decimal places.
 _ROUNDING = 0.001
 
 Verdict = Literal["verified", "within tolerance", "not checked", "differs"]

@@ -102,9 +102,9 @@ def _design_effect(weeks: Sequence[Array]) -> float:
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
         squares += ((n_below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
-    # A variance that is estimated from few days may be too small. By the F distribution, the true one
-    # is at most exp(7.3 / freedom) times as large. For the largest of many estimates a smaller factor
-    # suffices: exp(3.5 / freedom) in simulations with 5 days a week.
+    # A variance that is estimated from few days may be too small, so it is multiplied by exp(7.3 /
+    # freedom), an upper bound by the F distribution. With five days in each week (freedom 8), exp(3.5 /
+    # freedom) was enough in simulations, because the largest of many estimates is taken.
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 

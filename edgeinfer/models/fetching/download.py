@@ -154,7 +154,8 @@ def _receive(
                 partial_file.unlink()
                 raise ChecksumError(
                     f"{remote.origin} has more than the expected {remote.size_bytes} bytes; "
-                    "the downloaded data was removed"
+                    "the downloaded data was removed",
+                    hint="pull again; if the file is still too long, do not trust the source",
                 )
             view = memoryview(chunk)
             while view:

@@ -16,8 +16,9 @@ from edgeinfer.runtime.requests import Sampling
 _NEUTRAL_MIN_KEEP = 1
 #: The struct llama_token_data.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-#: `_best` arranges the logits in this many columns, whose maxima show which logits may be among the
-#: `top_k` largest. A larger `top_k` is left to llama.cpp, which copies the whole vocabulary first.
+#: `_best` arranges the logits in this many columns, and sorts only logits that are at least the
+#: `top_k`-th largest of the columns' maxima. A `top_k` above the number of columns is left to
+#: llama.cpp, which copies the whole vocabulary first.
 _COLUMNS = 1024
 
 

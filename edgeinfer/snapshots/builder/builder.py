@@ -47,8 +47,8 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Message from the builder to the init process of the namespaces: the process that is to be parked has
-#: died. The init process answers with the wait status of that process.
+#: Message from the builder to the init process of the namespaces: the process whose memory is to be
+#: dumped has died. The init process answers with the wait status of that process.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
