@@ -104,7 +104,7 @@ def _deployment(model: ModelSettings) -> Any:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Chooses the replica that prefilled the longest prefix of a request; if none did, a less busy one.
+    """Chooses the replica that prefilled the longest prefix of a request, otherwise a less busy one.
 
     Ray Serve's interface: https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html
     """
@@ -136,7 +136,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """Record that this replica prefills the request's prefix. Serve calls this after routing."""
+        """Record that `replica_id` prefills the request's prefix, for later requests with this prefix.
+
+        Serve calls this after routing.
+        """
         request = _request(pending_request)
         if request:
             self._affinity.note(request.prefix_hashes, replica_id)

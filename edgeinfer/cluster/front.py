@@ -43,7 +43,10 @@ class FrontEnd:
         self._first = next(iter(models))
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Forward a request to a replica. Health checks and the list of models are answered here."""
+        """Forward a request to a replica, except for health checks and the list of models.
+
+        The front end answers these itself.
+        """
         # do not use `request.url`: it contains the Host header, which is not yet checked
         route = app.match_route(request.scope["path"])
         try:

@@ -41,7 +41,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the application. The first model answers requests that name none.
+    """Settings of the application. The first model answers requests that name no model.
 
     A request gets an error 503 if no replica has accepted it within `start_s` (s). A request's Host
     header must be localhost, an IP address, or one of `hosts`.
@@ -83,9 +83,9 @@ class Request(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The first message of a replica, before the response: it has accepted the request.
+    """The first message of a replica, before the response: the replica has accepted the request.
 
-    `replica` is the id that Ray has given to it.
+    `replica` is the id that Ray has given to the replica.
     """
 
     replica: str
@@ -105,7 +105,7 @@ Chunk = Ack | ResponseStart | bytes
 def strip_hop_by_hop(headers: Headers) -> Headers:
     """Return the headers that a proxy forwards, with names in lower case.
 
-    Left out are headers of the single connection, Host and Content-Length.
+    Host, Content-Length, and headers that concern only one connection (Keep-Alive) are left out.
     """
     lower = ((name.lower(), value) for name, value in headers)
     return tuple((name, value) for name, value in lower if name not in _HOP_BY_HOP | _SET_ANEW)

@@ -107,7 +107,7 @@ class EndpointReplica:
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
         """Start the process, which listens on the unix socket `path`.
 
-        The process is killed when the thread that called this ends.
+        The process is killed when the thread that called `start` ends.
         """
         command = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
         with socket.socket(socket.AF_UNIX) as listener:

@@ -44,7 +44,8 @@ class Picture:
 def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
     """Return the fields `content` and `pictures` of a Message that has these texts and picture files.
 
-    In `content`, a PICTURE_MARK stands for each picture. If there are any, `_MARK` in texts is escaped.
+    In `content`, a PICTURE_MARK stands for each picture. If there are pictures, texts are escaped, so
+    that a PICTURE_MARK in a text does not stand for a picture.
     """
     parts = list(parts)
     pictures = tuple(piece for piece in parts if isinstance(piece, bytes))
@@ -112,7 +113,10 @@ def is_picture(data: bytes) -> bool:
 
 
 def check_file(data: bytes, param: str = "messages") -> bytes:
-    """Return `data`. Raises InvalidRequestError for `param` if it is too large, or not a picture."""
+    """Return `data` if it is a picture file of allowed size.
+
+    Raises InvalidRequestError for other files; the error names `param`, the field of the request.
+    """
     if len(data) > MAX_FILE_BYTES:
         raise _refusal(f"the file has more than {MAX_FILE_BYTES >> 20} MB", param)
     if not is_picture(data):
@@ -121,12 +125,15 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Return a picture file from base64 or a `data:` URI. Raises InvalidRequestError if it is none."""
+    """Decode a picture file from base64 or a `data:` URI.
+
+    Raises InvalidRequestError if `text` is not valid base64, or the file is too large or not a picture.
+    """
     return check_file(decode_file(text, lambda reason: _refusal(reason, param)), param)
 
 
 def decode_file(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
-    """Return a file from base64 or a `data:` URI. Raises the error `refusal(reason)` if it fails."""
+    """Decode a file from base64 or a `data:` URI. Raises `refusal(reason)` for other texts."""
     uri = _DATA_URI.match(text)
     if uri is None and (scheme := _SCHEME.match(text)) is not None:
         raise refusal(f"{scheme[1].lower()}: URLs are not fetched")

@@ -45,7 +45,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class AdapterDigest(_Part, frozen=True, kw_only=True):
-    """A LoRA adapter that was used to generate the answer."""
+    """A LoRA adapter that was used to generate the answer, with the SHA-256 of the adapter's file."""
 
     name: _Name
     scale: float
@@ -62,8 +62,10 @@ class Signature(_Part, frozen=True, kw_only=True):
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
     """The conversation of a receipt. `request` is what `request_fields` returns.
 
-    `salt` is random in each receipt, so that digests do not reveal equal conversations. `logprobs` has
-    the log-probability (base e) of each token of the answer, None for a token that a constraint forced.
+    `prompt` and `answer` are token ids. `salt` is random in each receipt, so that digests do not reveal
+    equal conversations. `logprobs` has the log-probability (base e) of each token of the answer, None
+    for a token that a constraint forced. `stop_sequence` is the stop string that ended the answer, if
+    any.
     """
 
     salt: _Digest
@@ -75,12 +77,13 @@ class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """A receipt. `content` is missing in a private one, `signature` if no key is configured.
+    """The record of how an answer was generated, with which `edgeinfer verify` can check the answer.
 
+    `content` (the conversation) is None in a private receipt, `signature` if no key is configured.
     `program` is the version of edgeinfer. `constraint_sha256` is the salted digest of schema, grammar
-    and tools, "" without any. `n_prompt` and `n_answer` are numbers of tokens. `index` is the number
-    of the answer, from 0, among those of its request. `seconds` is how long prefill and generation
-    took. `sha256` is the digest of all fields above it.
+    and tools, "" without any. `n_prompt` and `n_answer` are numbers of tokens. `index` is the number of
+    the answer, from 0, among those of its request. `seconds` is how long prefill and generation took.
+    `sha256` is the digest of all fields above it.
     """
 
     version: Literal[1]
@@ -128,7 +131,10 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_record(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with `record_tokens` set, and with a random seed if it has none."""
+    """Return a copy of `request` that makes the engine record what `make_receipt` needs.
+
+    The copy has `record_tokens` set, and a random seed if `request` has none.
+    """
     sampling = request.sampling
     if sampling.seed is None:
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(random_bytes(4), "little"))
@@ -143,7 +149,10 @@ def make_receipt(
     index: int = 0,
     key: SigningKey | None = None,
 ) -> Receipt | Refusal:
-    """Make the receipt of answer `index` to a request from `with_record`, or say why there is none."""
+    """Make the receipt of answer `index` to a request from `with_record`, or say why there is none.
+
+    Without `key`, the receipt is not signed.
+    """
     record = finished.record
     reason = "the engine recorded no tokens" if record is None else _why_refused(request, record, info)
     if record is None or reason:

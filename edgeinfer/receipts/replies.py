@@ -35,11 +35,12 @@ _WITH_OBJECTS = {"message", "blocks", "Ollama's chat"}
 
 
 class Quote(msgspec.Struct, kw_only=True):
-    """The answer in a reply that also has the answer's receipt: what clients show or execute of it.
+    """An answer as its reply shows it to clients, to be compared with the receipt in the same reply.
 
-    A stream of /v1/responses sends an answer five times; `copies` has each of them, by the name that
-    `read_pieces` returns. `fault` describes the first piece that no reply of edgeinfer has, or has at
-    this place; "" if there is none.
+    `copies` has the answer's strings, by the name that `read_pieces` returns: a stream of /v1/responses
+    sends an answer five times, other replies send it once. `fault` describes the first part of the
+    reply that edgeinfer does not send, or not at this place; "" if there is none. `is_ended` says
+    whether the end of the answer has been read.
     """
 
     copies: dict[str, _Copy] = {}
@@ -66,10 +67,10 @@ class Quote(msgspec.Struct, kw_only=True):
         return ""
 
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
-        """Return which part differs from `answer`, the text of the receipt's tokens; "" if none does.
+        """Return which part of the reply differs from `answer`; "" if none does.
 
-        The text of a completion may begin with `prompt` (option `echo`). If `is_cut`, the reply may
-        have only the beginning of the answer.
+        `answer` has the text and tool calls of the receipt's tokens. The text of a completion may begin
+        with `prompt` (option `echo`). If `is_cut`, the reply may have only the beginning of the answer.
         """
         if self.fault:
             return self.fault
@@ -146,9 +147,11 @@ def _sort_keys(arguments: str, decode: Callable[[bytes], Any]) -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt, with the answer in its reply. `quotes` is None if the document is only a receipt.
+    """A receipt from a file, and the answer as the receipt's reply shows it.
 
-    `source` is the file and line of the reply.
+    `document` is the receipt's JSON, not yet checked. `quotes` is None if the receipt is in no reply.
+    Parts of the reply that belong to no receipt's answer are a separate element of `quotes`. `source`
+    is the file and line of the reply.
     """
 
     source: str = ""
@@ -283,6 +286,7 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     """Return the receipts of a reply, and the number of its answers, of which some may have none.
 
     `documents` are a receipt, a reply or a stream of an endpoint, or a line of a batch or payload log.
+    `source` is stored in each `Entry`.
     """
     receipts = [receipt for document in documents for receipt in _receipts(document)]
     ids = {id(receipt) for receipt in receipts}
@@ -322,7 +326,7 @@ def _receipts(document: Any) -> list[Any]:
 
 
 def as_type(kind: type[Any], value: Any) -> Any:
-    """Return `value` if it has this type, otherwise the type's empty value."""
+    """Return `value` if it has the type `kind`, otherwise this type's empty value, e.g. {} for dict."""
     return value if isinstance(value, kind) else kind()
 
 

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 
 class Part(enum.StrEnum):
-    """What a field of a reply may have. Verdicts name the first seven, which are parts of an answer."""
+    """Kinds of values that a field of a reply may have.
+
+    The first seven, TEXT to NAMESPACE, are parts of an answer. If one of them differs from the receipt,
+    the verdict of `edgeinfer verify` names this part.
+    """
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -42,10 +46,11 @@ class Part(enum.StrEnum):
 
 
 class Piece(NamedTuple):
-    """A string of a reply that belongs to an answer, or the path of an UNKNOWN field ("choices.x").
+    """A string of an answer in a reply, or a field that replies of edgeinfer do not have.
 
-    `position` says to which text or call of the answer the string belongs. Strings of equal kind and
-    position are joined in the order of the reply.
+    `answer` is the answer's index in the reply; `position` says to which text or call of the answer the
+    string belongs. Strings of equal kind and position are joined in the order of the reply. If `kind`
+    is UNKNOWN, `value` is the path of the field ("choices.x").
     """
 
     answer: int
@@ -209,9 +214,10 @@ _LINES = {"batch": _BATCH_LINE, "log": _LOG_LINE}
 
 
 def read_pieces(document: Any) -> tuple[str, list[Piece]]:
-    """Return the name of a document's shape, and its pieces, also those of kind UNKNOWN.
+    """Return the name of a document's format (such as "chat"), and the pieces of its answers.
 
-    A stream of /v1/responses sends an answer five times, each time in events of another name.
+    Fields that this format does not have are pieces of kind UNKNOWN. A stream of /v1/responses sends an
+    answer five times, each time in events of another name.
     """
     kind = document.get("type") if isinstance(document, dict) else None
     event = _EVENTS.get(kind) if isinstance(kind, str) else None

@@ -77,7 +77,11 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReceiptCheck:
-    """Checks a receipt, and the answer in its reply (`quotes`, None without a reply)."""
+    """Checks a receipt by computing the answer's tokens or log-probabilities again with an engine.
+
+    `quotes` are the answer as the receipt's reply shows it, and are compared, too; None without a
+    reply.
+    """
 
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] | None = None) -> None:
         self._receipt, self._engine = receipt, engine

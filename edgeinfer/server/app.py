@@ -237,7 +237,11 @@ async def _openapi(context: RequestContext) -> dict[str, object]:
 
 
 class RouteMatch(NamedTuple):
-    """The result of `match_route`: operations by HTTP method, their dialect, and path parameters."""
+    """The operations at a path, by HTTP method, with the path's API (dialect) and parameters.
+
+    `methods` is empty if the path is unknown: `dialect` is then the API whose error format is used.
+    `params` are e.g. {"id": "qwen3"} for `/v1/models/{id}`.
+    """
 
     methods: Mapping[str, Operation]
     dialect: Dialect
@@ -299,9 +303,10 @@ def _spellings(path: str) -> tuple[str, ...]:
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`. An unknown path has no operations, only a dialect for its error.
+    """Find the operations at `path`, and the API whose error format is used.
 
-    Clients configure a base URL with or without `/v1` and a final slash, so all these spellings match.
+    An unknown path has no operations. Clients configure a base URL with or without `/v1` and a final
+    slash, so all these spellings match.
     """
     spellings = _spellings(path)
     routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES

@@ -26,9 +26,9 @@ class Caller(msgspec.Struct, frozen=True):
     """The client of a request.
 
     `name` is the name of the API key (8 hex digits of its digest). Without API keys, `name` is "" for
-    the user who runs the endpoint, `uid-N` for another user. An administrator may change models
-    and settings that all clients share. Requests with the same `turn` wait in one queue, and the
-    queues are served round-robin. Requests with the `turn` "" do not wait for other clients.
+    the user who runs the endpoint, `uid-N` for another user. An administrator (`is_admin`) may change
+    models and settings that all clients share. `turn` names the queue in which the client's requests
+    wait; the queues are served round-robin. With the `turn` "", requests do not wait for other clients.
     """
 
     name: str
@@ -96,7 +96,10 @@ class RoundRobin(Generic[T]):
 
 
 class FairPool:
-    """A thread pool in which one caller gets at most half of the threads. Thread-safe."""
+    """A thread pool in which one caller gets at most half of the threads. Thread-safe.
+
+    The caller "" may use all threads.
+    """
 
     def __init__(self, name: str, n_threads: int) -> None:
         self.name = name
@@ -171,7 +174,8 @@ class EngineSlots:
     """Gives the decode slots of one model's engine to waiting callers in turn. Not thread-safe.
 
     The engine itself serves requests in order of arrival. Therefore only as many requests are submitted
-    as the engine has slots, plus `_AHEAD`; other requests wait here.
+    as the engine has slots, plus two, so that no slot idles; other requests wait here. A caller that
+    holds no slot gets slots at once, even if none is free.
     """
 
     def __init__(self) -> None:
@@ -193,7 +197,10 @@ class EngineSlots:
             raise
 
     def has(self, caller: str) -> bool:
-        """Return whether `caller` holds slots. A caller without slots gets some from `take` at once."""
+        """Return whether `caller` holds slots.
+
+        If not, `take` gives slots to `caller` at once, even if none is free.
+        """
         return self._slots_taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:

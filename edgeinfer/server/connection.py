@@ -68,7 +68,7 @@ class Connection:
     def open_direct_writer(self, render: Callable[[Event], bytes]) -> DirectWriter | None:
         """Return a writer that encodes events by `render` and writes them on the decode thread.
 
-        Return None with TLS, with HTTP/1.0, or if bytes wait to be sent.
+        Return None if the connection uses TLS or HTTP/1.0, is closing, or still has bytes to send.
         """
         if self._is_tls or self._is_lost or not self.is_chunked:
             return None
@@ -87,9 +87,9 @@ class Connection:
 class DirectWriter:
     """Writes the tokens of a stream to the socket on the decode thread, without waking the event loop.
 
-    It is passed to `Generation.tap`. While the writer is open, the event loop writes nothing to this
-    connection. If a token does not fit into the socket's buffer, the writer closes, and the event loop
-    writes the rest.
+    The writer is passed to `Generation.tap`, and is then called with each event. While the writer is
+    open, the event loop writes nothing to this connection. If a token does not fit into the socket's
+    buffer, the writer closes, and the event loop writes the rest.
     """
 
     def __init__(

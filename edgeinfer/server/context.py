@@ -43,7 +43,11 @@ _UNSAFE = re.compile(r"[^ -+\--~]")
 
 @dataclass(eq=False)
 class RequestContext:
-    """The state of one request: its client, its model and its outcome. Stored in the ASGI scope."""
+    """The state of one request: its client, its model and its outcome. Stored in the ASGI scope.
+
+    `operation` is None if the path is unknown. Errors have the format of the API `dialect`.
+    `reply_headers` are added to the response's headers.
+    """
 
     endpoint: Endpoint
     id: str
@@ -88,7 +92,10 @@ class RequestContext:
     ignored: list[str] = field(default_factory=list)
 
     def hold(self, n_bytes: int) -> None:
-        """Reserve bytes of the body budget for this request. Raises what `BodyBudget.take` raises."""
+        """Reserve bytes of the body budget until this request ends.
+
+        Raises what `BodyBudget.take` raises.
+        """
         self.endpoint.bodies.take(self.caller.turn, n_bytes)
         self.held_bytes += n_bytes
 
@@ -119,10 +126,11 @@ class RequestContext:
         return time.perf_counter() - self.started
 
     def apply(self, request: GenerateRequest) -> GenerateRequest:
-        """Return a copy of `request` for the engine, completed with what this client adds.
+        """Return a copy of `request` for the engine, with the fields that depend on the client.
 
         The copy has normalized messages, the API key's cache salt, and the LoRA adapter that the client
-        named in place of a model. `preamble` names the coding agent that begins a conversation, if any.
+        named in place of a model. If a coding agent begins a conversation with this request, and the
+        request has tools, the field `preamble` names the agent.
         """
         lora = ((self.adapter, 1.0),) if self.adapter else None
         is_first = all(turn.role != "assistant" for turn in request.messages)
@@ -140,12 +148,13 @@ class RequestContext:
     def normalize(
         self, turns: Sequence[Message], *, stores_prefix: bool = False
     ) -> tuple[Message, ...]:
-        """Apply the rules of `agents.prompt_normalization` to the turns, and return the new turns.
+        """Apply the rules of `normalize-prompts` to a coding agent's turns; return the new turns.
 
-        If the client is a coding agent, the rules move or drop lines that change per request (a date),
-        because these would end the shared prefix early. If `stores_prefix`, reminders that the agent
-        has removed from earlier turns are restored (`prompt_normalization.Reminders`). The response
-        header `x-edgeinfer-normalized` names the rules that changed the turns.
+        The rules move or drop lines that change with each request (a date), because such lines end the
+        prefix that requests share. Turns of other clients stay as they are. If `stores_prefix`,
+        reminders that the agent has removed from earlier turns are restored
+        (`prompt_normalization.Reminders`). The response header `x-edgeinfer-normalized` names the rules
+        that changed the turns.
         """
         turns, self.normalized = self.endpoint.normalizer.normalize(
             turns,

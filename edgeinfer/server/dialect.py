@@ -56,7 +56,8 @@ _OPEN_BODY_BYTES = 8 << 10
 class Operation(msgspec.Struct, frozen=True):
     """One HTTP method at one path, with its handler and its JSON types.
 
-    `takes` names the handler's parameters: "body", "query", both or none.
+    `reply`, `body` and `query` are None if the handler declares no type for them. `takes` names the
+    handler's parameters: "body", "query", both or none.
     """
 
     path: str
@@ -123,7 +124,7 @@ class RouteTable(list[Operation]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dialect:
-    """An HTTP API, such as OpenAI's or Ollama's."""
+    """An HTTP API, such as OpenAI's or Ollama's: operations, and the formats of errors and streams."""
 
     name: str
     operations: Sequence[Operation]
@@ -144,7 +145,8 @@ class Dialect:
 class Renderer(ABC):
     """Converts the engine's events to the response of a route.
 
-    A stream consists of `opening`, the result of `event` for each event, and `closing`.
+    A stream consists of `opening`, the result of `event` for each event, and `closing`. `whole` renders
+    a response that is not streamed.
     """
 
     def opening(self) -> bytes:
@@ -160,13 +162,17 @@ class Renderer(ABC):
         return b""
 
     def failure(self, problem: Problem) -> bytes:
-        """Return the last bytes of a stream that fails; b"" means the dialect's `error_events`."""
+        """Return the last bytes of a stream that fails with `problem`.
+
+        If the result is b"", the dialect's `error_events` makes these bytes.
+        """
         return b""
 
     def waiting(self, text: str) -> bytes:
-        """Return bytes to send in a pause of the stream: an event without text, and the comment `text`.
+        """Return bytes to send in a pause of the stream, so that the client does not time out.
 
-        Some clients time out on a stream without events, and do not count comments as events.
+        By default these bytes are the comment `text`. Most renderers add an event without text, because
+        some clients time out on a stream without events, and do not count comments as events.
         """
         return sse_comment(text)
 

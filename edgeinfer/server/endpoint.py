@@ -137,9 +137,10 @@ class Endpoint:
     def trace(
         self, root: Span, spans: Iterable[Span], attributes: Mapping[str, Any], traceparent: str = ""
     ) -> None:
-        """Queue a trace for `tracing.write`, which explains the parameters, if tracing is on.
+        """Queue a trace to be written to the file of traces, if tracing is on.
 
-        The first write that fails switches tracing off.
+        `tracing.write` explains the parameters. If too many traces wait, this one is dropped. The first
+        write that fails switches tracing off.
         """
         if self.traces and self._trace_places.acquire(blocking=False):
             self._tracing.submit(self._write_trace, root, tuple(spans), attributes, traceparent)
@@ -165,7 +166,7 @@ class Endpoint:
         """Count `n` running or waiting generations of a model until `release_generations`.
 
         Raises QueueFullError if more than `n_parallel` (the engine's slots) plus `max_queue` would run
-        or wait. A caller that holds no slot is always admitted.
+        or wait. A caller that holds no slot is always admitted, unless `caller` is "".
         """
         is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.generation_counts[model] + n > n_parallel + self.limits.max_queue and not is_only:
@@ -198,7 +199,7 @@ class Endpoint:
             raise
 
     def release_generations(self, model: str, n: int, caller: str = "") -> None:
-        """Undo `admit_generations`, and give back the slots of `caller` unless it is ""."""
+        """Undo `admit_generations`, and give back `n` slots of `caller` (the caller "" holds none)."""
         if caller:
             self.engine_slots[model].give_back(caller, n)
         self.generation_counts[model] -= n
@@ -265,8 +266,8 @@ class PreparationPool:
         """Return a context manager that waits until fewer than half of the threads work for `caller`.
 
         Requests with pictures, those with a constraint or tools, and plain ones have separate threads;
-        only the threads for `request` count. Enter the context before taking slots of the engine, so
-        that a waiting request holds no slot. The caller "" does not wait.
+        only the threads for requests like `request` count. Enter the context before taking slots of the
+        engine, so that a waiting request holds no slot. The caller "" does not wait.
         """
         if not caller:
             return contextlib.nullcontext()
@@ -279,7 +280,10 @@ class PreparationPool:
         return self._constrained if request.constraint or request.tools else self._plain
 
     async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
-        """Call `engine.submit` in a thread. After `timeout_s`, cancel `request`, raise Problem 503."""
+        """Call `engine.submit` in a thread.
+
+        After `timeout_s`, cancels `request` and raises Problem 503. Raises what `Engine.submit` raises.
+        """
         submitting = self._pool(request).begin(caller, lambda: engine.submit(request))
         return await self._result(submitting, _cancel_late)
 
@@ -306,7 +310,11 @@ class PreparationPool:
             raise
 
     def failure(self) -> str:
-        """Return an error if all threads of a kind have been stuck for `timeout_s`; otherwise ""."""
+        """Return an error text if requests can no longer be prepared; "" if they can.
+
+        They cannot if all threads for plain requests, or all threads for requests with a constraint or
+        tools, have been busy with one request each for `timeout_s`.
+        """
         for pool in (self._plain, self._constrained):
             if pool.is_stuck(self._timeout_s):
                 return f"no thread to {pool.name} requests has become free for {self._timeout_s:g} s"

@@ -191,7 +191,8 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
 def with_receipts(data: bytes, receipts: Sequence[Receipt | Refusal]) -> bytes:
     """Add the field `receipt` (`receipts` for several answers) to the last JSON object in `data`.
 
-    `data` is a JSON body, or the last bytes of a stream: `data: {…}` and perhaps `data: [DONE]`.
+    A `Refusal` says why an answer has no receipt. `data` is a JSON body, or the last bytes of a stream:
+    `data: {…}` and perhaps `data: [DONE]`.
     """
     field = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
     brace = data.rindex(b"}")

@@ -26,7 +26,7 @@ Style = Literal["json", "text", "off"]
 
 
 class Log:
-    """Writes log lines: an event's name, and `fields` with JSON values."""
+    """Writes log lines: the name of an event, and its `fields`, whose values JSON can express."""
 
     def __init__(self, style: Style, stream: TextIO | None = None) -> None:
         self._style = style

@@ -132,7 +132,10 @@ class Metrics:
         self.payloads_opted_out = self._counter("payload_log_opted_out", text, ())
 
     def request_ended(self, route: str, status: int, key: str, model: str, version: str) -> None:
-        """Count an ended request. After `MAX_KEYS` values of `key`, each new one counts as "other"."""
+        """Count an ended request. After `MAX_KEYS` values of `key`, each new one counts as "other".
+
+        `version` is the beginning of the SHA-256 of the model's file (`EngineInfo.version`).
+        """
         if key not in self._keys and len(self._keys) >= MAX_KEYS:
             key = "other"
         self._keys.add(key)

@@ -433,7 +433,7 @@ class Aliases:
 
 
 def where_to_get(missing: str, models: Collection[AvailableModel]) -> str:
-    """Return a hint: how to get the model `missing`, or names that resemble it."""
+    """Return a hint for clients: how to get the model `missing`, or similar names of other models."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
     try:

@@ -65,7 +65,10 @@ _Pending = tuple[dict[str, Any], bytes, _Answers]
 
 
 class PayloadLog:
-    """Writes the payload log of an endpoint. If writing fails, lines are lost but requests succeed."""
+    """Writes the payload log of an endpoint: each request that generates text, with its answers.
+
+    If writing fails, lines are lost but requests succeed.
+    """
 
     def __init__(self, folder: Path, endpoint: Endpoint) -> None:
         """Create the folder and remove old files. Raises what `make_folder` raises."""
@@ -87,7 +90,11 @@ class PayloadLog:
         self.remove_old()
 
     def write(self, context: RequestContext, method: str) -> None:
-        """Queue an ended request if its route generates text and the client did not opt out."""
+        """Queue an ended request with its answers, if its route generates text.
+
+        A request is left out if its client opted out by the header `x-edgeinfer-no-log`, and dropped if
+        too many lines wait to be written.
+        """
         if not (context.operation and context.operation.generates):
             return
         if context.headers.get("x-edgeinfer-no-log", "").strip().lower() in ("1", "true"):
@@ -190,11 +197,12 @@ class PayloadLog:
             time.sleep(0.05)  # a file of this second exists: wait for another name
 
     def remove_old(self) -> None:
-        """Remove files that were last written more than 30 days before the newest file.
+        """Remove log files that were last written more than 30 days before the newest log file.
 
-        Ages are counted from the newest file, not from the clock, so that no file is removed if the
-        clock is ahead at the start. But a line that is written by such a clock makes earlier files old.
-        After a pause of more than 30 days, the second new file or a later start removes old files.
+        Ages are counted from the newest file's time, not from the clock, so that no file is removed at
+        a start with a clock that is ahead. But a line that is written with such a clock makes earlier
+        files old. After a pause of more than 30 days, old files are removed when a second new file
+        begins, or at a later start.
         """
         with contextlib.suppress(OSError):
             files = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]

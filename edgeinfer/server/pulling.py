@@ -53,8 +53,8 @@ def source_of(name: str) -> str:
     """Return the model that a client wants to pull: a catalogue name, or `hf:OWNER/REPOSITORY:QUANT`.
 
     Raises InvalidRequestError for other sources, because clients must not make the server read its own
-    files or connect to other hosts. The name of a model that was pulled from such a source is returned,
-    but `PullOptions.for_client` makes its pull fail.
+    files or connect to other hosts. A plain name is returned even if that model was pulled from such a
+    source; `PullOptions.for_client` then makes the pull fail.
     """
     plain = name.removesuffix(paths.LATEST)
     plain = plain.removeprefix("https://") if plain.startswith(_HUBS) else plain

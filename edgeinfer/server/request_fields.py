@@ -20,8 +20,8 @@ def common_fields(
 ) -> dict[str, Any]:
     """Return the fields of a GenerateRequest that have the same names in all APIs.
 
-    `options` is the object that has the sampling options and `stop`, by default `body`. The field
-    `store` with "none" means the same as `cache_prompt: false`: no prefix is stored.
+    `options` is the object that has the sampling options and `stop`, by default `body`. `cache_prompt`
+    is false (no prefix is stored) also if the body has a field `store` with the value "none".
     """
     options = options or body
     stop = getattr(options, "stop", None) or ()

@@ -102,7 +102,10 @@ LoraChoices = Annotated[list[LoraChoice], Meta(max_length=16)]
 
 
 class ModelFields(Wire, frozen=True, kw_only=True):
-    """Base of requests that use a model: its name (None: the default model), and `keep_alive`."""
+    """Base of requests that use a model. `model` None means the default model.
+
+    `keep_alive` is how long the model stays loaded after the request; None means the configured time.
+    """
 
     model: ModelName | None = None
     keep_alive: KeepAlive | None = None

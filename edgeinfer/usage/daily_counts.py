@@ -71,14 +71,15 @@ Counts = dict[str, dict[str, Counter[Bin]]]
 
 
 def drift_path() -> Path:
-    """Return the path of drift.db, the SQLite file with the counts of all models."""
+    """Return the path of drift.db, the SQLite file with the daily counts of all models' answers."""
     return paths.state_dir() / "drift.db"
 
 
 class DriftRecorder:
-    """Counts the answers of one model in the SQLite file `path`.
+    """Counts values of one model's answers (tokens, times, finish reasons, …) by day.
 
-    A thread writes, so that no answer waits for the disk.
+    `edgeinfer drift` compares the counts of two weeks; `ps --usage` shows each day's sums. A thread
+    adds the counts to the SQLite file `path`, so that no answer waits for the disk.
     """
 
     def __init__(self, path: Path, model: str, sha256: str) -> None:
@@ -91,7 +92,10 @@ class DriftRecorder:
         return _AnswerObserver(self, request)
 
     def note(self, answer: _AnswerObserver, n_broken: int) -> None:
-        """Count an answer that has ended. `n_broken` of the answer's tool calls could not be parsed."""
+        """Count the values (`observe`) of an answer that has ended, unless the answer has no tokens.
+
+        `n_broken` of the answer's tool calls could not be parsed.
+        """
         finished = answer.collected.finish
         if not finished.usage.completion_tokens:
             return
@@ -253,7 +257,7 @@ def _tool_calls(request: GenerateRequest, answer: CollectedAnswer, n_broken: int
 
 
 def bin_of(aggregate: str, value: float | str) -> Bin:
-    """Return the bin in which a value is counted; `aggregate` is the value's name.
+    """Return the bin of the histogram in which a value is counted; `aggregate` is the value's name.
 
     A category is its own bin. Shares (names with the end `_share`) have 20 bins of equal width; other
     numbers have four bins per doubling.

@@ -236,7 +236,7 @@ class RemoteEngine(ForwardingEngine):
     use_threads = _forwarding("use_threads", type(None))
 
     def close(self) -> None:
-        """Let the worker store its pending KV blocks for up to `_END_S`, and end it. Idempotent."""
+        """End the worker, which may store its pending KV blocks for up to `_END_S`. Idempotent."""
         self._closed = True
         self._wire.finish()
         self._reader.join(_END_S)

@@ -33,7 +33,8 @@ T = TypeVar("T")
 class Replica:
     """A worker process with the model. `how` says how it started: "resumed" or "cold".
 
-    `number` is 1 for the first replica ever added; `calls` are running calls other than `submit`.
+    Replicas have the `number` 1, 2, … in the order in which they were added. `requests` has the running
+    and queued requests; `calls` is the number of running calls of methods other than `submit`.
     """
 
     engine: RemoteEngine
@@ -73,7 +74,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests are accepted. They wait if no replica is running yet."""
+        """Return whether the engine accepts requests; they wait as long as no replica is running."""
         return not self._is_closed
 
     def health(self) -> str:
@@ -351,7 +352,8 @@ class RoutedRequest:
     def withdraw(self) -> bool:
         """Cancel the request in its replica, so that the caller can submit it to another one.
 
-        Returns False, and cancels nothing, if it has begun or the client has cancelled it.
+        Returns False, and cancels nothing, if the request's generation has begun, or if the client has
+        cancelled the request.
         """
         with self._changing:
             source = self._source

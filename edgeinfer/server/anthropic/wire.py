@@ -107,7 +107,7 @@ class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="type"):
-    """A tool that a tool search found. The model sees the tool from this message on."""
+    """The name of a tool that a tool search found. The model sees the tool from this message on."""
 
     tool_name: ToolName
 
@@ -145,8 +145,8 @@ class SystemTurn(Wire, frozen=True, tag="system", tag_field="role"):
 class AnthropicTool(Wire, frozen=True, tag="custom", tag_field="type"):
     """A tool of the client. Tools of other types, which Anthropic defines, are ignored.
 
-    If a tool of the client searches for tools, the model sees a tool with `defer_loading` only after a
-    block `tool_reference` or `tool_use` has named it.
+    The model does not see a tool with `defer_loading` until a block `tool_reference` or `tool_use` has
+    named the tool, provided that the client has another tool to search for tools.
     """
 
     dropped_types: ClassVar = ("",)

@@ -40,8 +40,10 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     - `any_address`: accept any IP address as Host, for endpoints that listen beyond loopback. This is
       safe because they require a key, and DNS rebinding needs a name.
     - `origins`: accepted origins of web pages, e.g. `http://localhost:3000`.
-    - `owner`: if there are no keys, only programs of this user (uid) and of root are admitted; None
-      admits all users. `any_user` also admits other users, without administrator rights.
+    - `owner`: if there are no keys, programs of this user (uid) and of root are admitted, as
+      administrators; None admits the programs of all users as administrators.
+    - `any_user`: if there are no keys, programs of users other than `owner` are admitted, too, but may
+      not change models and settings that all clients share (`Caller.is_admin`).
     """
 
     keys: Keys
@@ -83,7 +85,11 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         raise Problem(403, message, code="origin_not_allowed")
 
     def check_key(self, headers: Headers, route: str) -> str:
-        """Return the API key's name; "" if the endpoint or `route` needs none. Raises Problem 401."""
+        """Return the name of the request's API key; "" if the endpoint has no keys.
+
+        If the key is missing or wrong, the name is "" for a route in `OPEN_ROUTES`, which needs no key.
+        Raises Problem 401 for other routes.
+        """
         if not self.keys:
             return ""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")

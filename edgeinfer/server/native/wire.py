@@ -204,7 +204,7 @@ class Modalities(Reply, frozen=True, kw_only=True):
 
 
 class PromptNormalization(Reply, frozen=True, kw_only=True):
-    """The enabled rules of `normalize-prompts`, and the coding agents to which they apply."""
+    """The enabled rules of `normalize-prompts`, and the coding agents whose prompts they change."""
 
     rules: list[str]
     agents: list[str]

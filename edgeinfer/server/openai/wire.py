@@ -311,7 +311,10 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 
 
 class ErrorBody(Reply, frozen=True, kw_only=True):
-    """An error. `code` is one of OpenAI's codes, or edgeinfer's own if no code of OpenAI fits."""
+    """An error. `param` is the field of the request that is wrong, null if the error is about no field.
+
+    `code` is one of OpenAI's codes, or edgeinfer's own if no code of OpenAI fits.
+    """
 
     message: str
     type: str

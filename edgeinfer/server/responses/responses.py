@@ -197,7 +197,10 @@ def _content(content: str | dict[str, Any] | Sequence[_Part]) -> dict[str, Any]:
 def functions_of(
     body: wire.ResponsesRequest,
 ) -> Iterator[tuple[str, str | None, wire.ResponseFunctionTool]]:
-    """Yield (name that the model sees, namespace (None: none), function) for each function tool."""
+    """Yield (name that the model sees, namespace, function) for each function tool of a request.
+
+    The namespace is the name of the `NamespaceTool` that contains the function; None if there is none.
+    """
     for tool in body.tools or ():
         if isinstance(tool, wire.NamespaceTool):
             yield from ((_shown_name(tool.name, f.name), tool.name, f) for f in tool.tools)

@@ -126,9 +126,10 @@ class Access:
         self._announced_until = time.monotonic() + _CODE_S
 
     def may_sign_in(self, user: str) -> bool:
-        """Return whether `user` may sign in without code and key: only the endpoint's own user may.
+        """Return whether `user` may sign in without code and key.
 
-        If there are API keys, this user may sign in only once after each `announce`.
+        Only the user who runs the endpoint may, and if there are API keys, only once, within two
+        minutes after `announce`.
         """
         is_announced = time.monotonic() < self._announced_until
         if user != str(os.getuid()) or (self._keys and not is_announced):

@@ -63,7 +63,11 @@ class _ShownCard:
 
 
 class RunningAnswer:
-    """An answer being generated, its notices, and a tool call that needs permission. Thread-safe."""
+    """The latest answer of a conversation, while and after it is generated. Thread-safe.
+
+    A RunningAnswer also has texts for the user (why the answer waits or has failed, what happened to
+    tool servers), and the tool call that waits for the user's permission.
+    """
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
         #: Id of the conversation; 0 until a new conversation is stored.
@@ -106,7 +110,7 @@ class RunningAnswer:
         self._call_notes = {**self._call_notes, use.id: text or use.status}
 
     def take(self, number: int, decision: Decision) -> None:
-        """Set the user's decision on the tool call that the pages show with this number.
+        """Set the user's decision on the tool call that the pages show with the number `number`.
 
         Raises Problem 409 if the call no longer waits for a decision.
         """
@@ -123,9 +127,10 @@ class RunningAnswer:
             self.answer.stop()
 
     def calls(self) -> dict[str, object]:
-        """Return the data of the event `calls`.
+        """Return the data of the event `calls`, which tells the pages about the answer's tool calls.
 
-        These are the tool call that waits for permission, each call's state, and the tools' notices.
+        The data are the call that waits for permission, the state of each call, and texts about tool
+        servers.
         """
         shown = self._shown
         card = None if shown is None or shown.is_decided else shown.plain

@@ -18,7 +18,8 @@ class SignIn(Wire, frozen=True, kw_only=True):
     """Body of a sign-in by a one-time `code` or by the first API key (`key`).
 
     Without both, the user who runs the endpoint signs in (`Access.may_sign_in`). If `announce` is true,
-    the request sets no cookie, but this user's next browser needs neither code nor key.
+    the request sets no cookie; instead, the user who runs the endpoint may sign in once without code
+    and key, within two minutes (`Access.announce`).
     """
 
     code: Annotated[str, Meta(max_length=512)] = ""
@@ -51,10 +52,11 @@ class Question(Settings, frozen=True, kw_only=True):
 
 
 class Change(Settings, frozen=True, kw_only=True):
-    """A change of a conversation.
+    """A change of a conversation. `turn` is the id of the turn that `action` concerns.
 
-    `action` "show" replaces `turn` by its previous (`step` -1) or next (1) alternative. "decide" allows
-    or refuses the tool call with the number `card`; the model is told the `reason`.
+    For "regenerate", "continue" and "fork", the `turn` 0 means the last one. "show" replaces `turn` by
+    its previous (`step` -1) or next (1) alternative. "decide" allows or refuses (`choice`) the tool
+    call with the number `card`; the model is told the `reason`. "rename" sets the `title`.
     """
 
     action: Action
@@ -89,7 +91,11 @@ ExportForm = Literal["markdown", "json", "curl", "python", "javascript", "text",
 
 
 class ExportQuery(Wire, frozen=True, kw_only=True):
-    """What to export: `turn` is the id of an answer, `file` the index of an attached file."""
+    """What to export. The forms "markdown" and "json" export the whole conversation.
+
+    For other forms, `turn` is the id of the turn whose text, picture or request is exported. `file` is
+    the index of the picture among the turn's attached files.
+    """
 
     form: Annotated[ExportForm, Meta(description="Form of the export.")] = "markdown"
     turn: int = 0
@@ -115,7 +121,10 @@ class Report(Reply, frozen=True, kw_only=True):
 
 
 class Pull(Reply, frozen=True, kw_only=True):
-    """A running or failed pull. `text` is its stage or error, `done` of `total` (0: unknown) bytes."""
+    """A running or failed pull. `text` is its stage or error.
+
+    `done` is the number of downloaded bytes, `total` that of all bytes, 0 if unknown.
+    """
 
     name: str
     text: str = "looking up"
