@@ -302,7 +302,7 @@ class LlamaEngine:
     def prefill_system(self, text: str) -> int:
         """Prefill and pin a system prompt ("": the chat template's own); return its length (tokens).
 
-        Returns 0 without a prompt, or if it fills the context. Call this only while no request runs.
+        Returns 0 if there is no prompt, or one that fills the context. Call this while no request runs.
         """
         tokens = self._input_processor.system_prefix(text)
         if not tokens or len(tokens) >= self._loaded.n_ctx:
@@ -327,7 +327,8 @@ class LlamaEngine:
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """Prepare a restored engine: use `n_threads` (0: as before), and mix `entropy` into seeds.
 
-        If the plan streams weights from disk, streaming starts again, as the free memory allows.
+        If the weights did not all fit into memory, streaming them from disk starts again, with a plan
+        for the memory that is free now.
         """
         self._input_processor.entropy = entropy
         if self._loaded.plan.from_disk:

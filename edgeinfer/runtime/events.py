@@ -27,7 +27,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """A sampled token (`chosen`) and the likeliest tokens (`top`, best first), which may include it."""
+    """A sampled token (`chosen`), and the likeliest tokens (`top`, best first; `chosen` may be one)."""
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()

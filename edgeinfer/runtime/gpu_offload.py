@@ -75,7 +75,7 @@ class GpuOffloader:
         self.loaded = self.cpu
 
     def begin(self, request: OffloadRequest) -> None:
-        """Start a thread that moves layers to devices, unless none are wanted or there is no GPU."""
+        """Start a thread that moves layers to devices, unless `request` wants none or no GPU exists."""
         if self._thread is None and request.opens_backends():
             self._thread = threading.Thread(
                 target=self._main, args=(request,), name="edgeinfer-attach", daemon=True

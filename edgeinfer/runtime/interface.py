@@ -74,7 +74,7 @@ class Engine(Protocol):
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Return a score per document, higher for a better match.
 
-        Raises InvalidRequestError, or ContextLengthError if `query` and a document are too long.
+        Raises InvalidRequestError, or ContextLengthError if `query` plus a document is too long.
         """
 
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:

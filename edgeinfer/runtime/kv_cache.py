@@ -61,9 +61,10 @@ class SequenceMemory(Protocol):
 class CachedSequence:
     """Tokens and cells of one sequence id (llama-server: a slot). Sequences may share cells.
 
-    - in_use: a request runs in this sequence.
+    - in_use: a request runs in this sequence. pinned: the system prompt, which is evicted last.
     - is_prefetched: the sequence was prefilled for an expected request.
-    - salt: only requests with this cache salt may reuse the sequence. If `is_private`, none may.
+    - salt: only requests with this cache salt may reuse the sequence, unless it is pinned. If
+      `is_private`, no request may.
     - logprobs: `logprobs[i]` is for token `i + 1`, with `n_top` alternatives.
     - is_storable: False after a context shift, or a move from another context, because the rounding
       differs; then no token is stored on disk.
@@ -153,8 +154,9 @@ class KvCache:
     ) -> tuple[CachedSequence | None, int]:
         """Return the sequence with the longest reusable prefix and that prefix's length, or (None, 0).
 
-        The last token of a prompt is never reused, because its logits are needed. With `n_top` (prompt
-        log-probabilities), tokens are reused only as far as their log-probabilities are cached.
+        The last token of a prompt is never reused, because its logits are needed. `n_top` is not None
+        if the request wants log-probabilities of the prompt, with that many alternatives per token.
+        Then tokens are reused only as far as these log-probabilities are cached.
         """
         reusable = (c for c in self.cached_sequences if c.is_reusable_with(adapters, salt))
         matches = ((self._count_usable(c, tokens, n_top), not c.in_use, c) for c in reusable)

@@ -83,7 +83,7 @@ def usable_bytes(n_bytes: int) -> int:
 def make_layer_plan(
     shape: Shape, plan: MemoryPlan, devices: Sequence[Device], layers: int | str
 ) -> LayerPlan:
-    """Choose the layers that go to `devices`, for a model of `shape` that is loaded by `plan`.
+    """Choose the layers that go to `devices`, for a model of `shape` with the memory plan `plan`.
 
     `layers` is "none", "all", a number of layers, or "auto". "auto" means all layers, if necessary
     without some experts; otherwise as many layers as fit, but none if less than half of them fit.

@@ -67,7 +67,7 @@ class DecodeLoop:
         return done.result()
 
     def wake(self) -> None:
-        """Wake the loop, so that it notices cancelled requests."""
+        """Wake the loop to end cancelled requests; abort a running prefill if all its requests are."""
         self._core.executor.cancellation.abort_if_all_cancelled()
         with self._changed:
             self._changed.notify_all()

@@ -31,7 +31,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     Only role "tool" has `tool_call_id` and `name`; only role "assistant" has `tool_calls` and
     `reasoning`. `pictures` are image files. `media.pictures.join_parts` makes both `content` and
-    `pictures`, so that `content` has a mark for each picture.
+    `pictures`, so that `content` has a mark at the place of each picture.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -243,7 +243,10 @@ _ANSWER_TOKENS, _REASONED_ANSWER_TOKENS = 1_500, 8_000
 
 
 def with_answer_limit(request: GenerateRequest, *, can_think: bool) -> GenerateRequest:
-    """Return a request with the default `max_tokens`, unless it has a limit, tools or a constraint."""
+    """Return a request with the default `max_tokens`, unless it has a limit, tools or a constraint.
+
+    The default is higher if `can_think`: the model may write its reasoning before the answer.
+    """
     if request.max_tokens is not None or request.constraint is not None or request.tools:
         return request
     limit = _REASONED_ANSWER_TOKENS if can_think else _ANSWER_TOKENS
@@ -351,7 +354,10 @@ def check_tools(request: GenerateRequest) -> None:
 
 
 def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:
-    """Return the hint for a prompt longer than the model's training context, None for a shorter one."""
+    """Return an error's hint if the model was trained on no more than `n_tokens`, otherwise None.
+
+    `n_ctx_train` is the training context (tokens), 0 if unknown.
+    """
     if not n_ctx_train or n_tokens < n_ctx_train:
         return None
     return f"shorten the prompt or use another model: this one was trained on {n_ctx_train:,} tokens"
@@ -360,7 +366,7 @@ def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:
 def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> None:
     """Raise ContextLengthError for a text that cannot fit into the context. Does not tokenize it.
 
-    To tokenize 20 MB of one letter takes 38 s.
+    To tokenize 20 MB of one letter takes 38 s. `param` is the request's field that the error names.
     """
     max_chars = max(_TRIED_CHARS, n_ctx * _MAX_TOKEN_CHARS)
     if n_chars > max_chars:

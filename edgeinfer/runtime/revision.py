@@ -14,8 +14,9 @@ KERNEL_REVISION = 3 + _OF_ARM64 * (os.uname().machine == "aarch64")
 
 
 def is_newer(revision: int) -> bool:
-    """Return whether the engine with the number `revision` is newer than this program's engine.
+    """Return whether another engine's number `revision` is newer than `KERNEL_REVISION`.
 
-    Both may run on x86-64 or arm64. A number of an unknown architecture counts as newer.
+    Numbers of x86-64 and arm64 can be compared with each other. A number of an architecture that this
+    program does not know counts as newer.
     """
     return revision % _OF_ARM64 > KERNEL_REVISION % _OF_ARM64 or revision >= 2 * _OF_ARM64

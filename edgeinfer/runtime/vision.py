@@ -49,7 +49,7 @@ class Source:
     """A picture of a request: its image `file` and `size` (width, height in pixels).
 
     `digest` is a hash of the file, the projector and the cache salt. `folder` has encoded rows on disk;
-    None if the request does not use the prefix cache. New rows are written to it if `is_stored`.
+    None if the request does not use the prefix cache. If `is_stored`, new rows are written to `folder`.
     """
 
     digest: bytes
@@ -203,7 +203,9 @@ class Vision:
         folder.write(KvBlock(header, tuple(as_state(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
-        """Return the rows of the picture of `span`, one array per span; encode them if necessary.
+        """Return a future with the rows of the picture of `span`, one array per span of that picture.
+
+        If the rows are not cached, start to encode the picture.
 
         At the end of the request, call `leave` as often as `encode` was called.
         """
@@ -305,7 +307,10 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
 
 @dataclass(slots=True, eq=False)
 class PromptPictures:
-    """The pictures of one prompt, as `spans`, and their rows while they are encoded."""
+    """The pictures of one prompt: their `spans`, and the rows that `vision` encodes, until `close`.
+
+    `vision` may be None only if there are no spans.
+    """
 
     vision: Vision | None = None
     spans: Sequence[Span] = ()
@@ -340,7 +345,7 @@ class PromptPictures:
         return n_past in begins or n_past in ends
 
     def is_pending(self, n_past: int) -> bool:
-        """Return whether a picture ends after the first `n_past` tokens."""
+        """Return whether at least one picture is not wholly within the first `n_past` tokens."""
         return bool(self.spans) and self.spans[-1].end > n_past
 
     def is_encoding(self, span: Span) -> bool:

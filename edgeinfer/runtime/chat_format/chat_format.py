@@ -83,12 +83,13 @@ class ProcessedChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What a model file says about its chat format.
+    """What a chat format is made from: texts in the model file, its vocabulary, and an option.
 
     `architecture` is general.architecture in the file, `name` the model's name. `template` is a jinja2
     template, `tool_template` that for conversations with tools (Command R, Hermes 2 Pro); "" if the
-    file has none. If `add_bos` is true, the prompt must begin with BOS. If `escape_content` is true,
-    a control token's text in a message stays text; if false, it becomes the control token.
+    file has none. If `add_bos` is true, the prompt must begin with BOS. `escape_content` is an option
+    of the user: if true, the text of a control token in a message ("<|im_end|>") is tokenized as plain
+    text; if false, as the control token.
     """
 
     template: str
@@ -148,7 +149,7 @@ class ChatFormat:
 
     @property
     def choices(self) -> dict[str, Chosen]:
-        """Chosen "chat_template", "tool_format", "reasoning" (opening marker), each with a reason."""
+        """Chosen values by name: "chat_template", "tool_format", "reasoning" (its opening marker)."""
         span_reason = (
             "the chat template contains it"
             if self.can_think

@@ -65,9 +65,10 @@ class ControlTokens:
         self.escape("")
 
     def escape(self, text: str, markers: tuple[str, ...] = ()) -> str:
-        """Return `text` with MARK after the first character of each control token that it contains.
+        """Return `text` with the character MARK after the first character of each control token.
 
-        Control tokens that begin with one of `markers` stay control tokens.
+        `tokenize` then treats them as text. Control tokens that begin with one of `markers` are not
+        changed.
         """
         text = text.replace(MARK, MARK * 2)
         pieces = []

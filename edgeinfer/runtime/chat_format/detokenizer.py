@@ -110,7 +110,7 @@ class TextStream:
 
     @property
     def is_holding(self) -> bool:
-        """Return whether an incomplete character, or what may become a stop string, is held back."""
+        """Return whether an incomplete character or the possible start of a stop string is held."""
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:
@@ -124,7 +124,10 @@ class TextStream:
 
 
 class ReasoningBudget:
-    """Limits the reasoning of one answer to `n_tokens`; `close` are the tokens of the end marker."""
+    """Limits the reasoning of one answer to `n_tokens`; `close` are the tokens of the end marker.
+
+    `opened`: the prompt ends with the opening marker, so the answer begins inside the reasoning.
+    """
 
     def __init__(self, n_tokens: int, close: Sequence[int], *, opened: bool) -> None:
         self._n_tokens = n_tokens

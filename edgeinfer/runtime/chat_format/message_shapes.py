@@ -21,8 +21,9 @@ class TemplateTraits:
     """What a chat template supports or requires, found by rendering test messages.
 
     `system`, `developer`, `tool_role`: the template renders messages of this role. `late_system`: a
-    system message may follow other messages. `string_arguments`: the arguments of earlier tool calls
-    must be JSON text. `null_content`: a message with tool calls and no text has the content None.
+    system message may follow other messages. `tools`, `tool_calls`: the template renders the list of
+    tools, and earlier tool calls, whose arguments must be JSON text if `string_arguments` is true.
+    `null_content`: a message with tool calls and no text has the content None.
     `typed_content`: content must be a list of parts. `tight_pictures`: no space precedes a picture that
     begins a message (SmolVLM's `User:`). `short_ids`: tool-call ids must have nine characters.
     `reasoning_key`: key of a message's reasoning, "" if the template renders none.

@@ -70,7 +70,10 @@ class ExhaustedError(SecurityError):
 
 
 class Fuel:
-    """Limits the work and the CPU time of one render."""
+    """Limits the work and the CPU time of one render.
+
+    Work is counted in units: a character costs 1, an iteration 16, an element of a container 256.
+    """
 
     __slots__ = ("deadline", "units_left", "until_check")
 

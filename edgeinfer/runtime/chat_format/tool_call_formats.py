@@ -51,17 +51,17 @@ class ToolFormat:
 
     @property
     def opening(self) -> str:
-        """Text that precedes the first call."""
+        """Text that precedes the first call; "" if the format is `bare`."""
         return "" if self.bare else self.begin[0] + self.head
 
     @property
     def closing(self) -> str:
-        """Text that follows the last call."""
+        """Text that follows the last call; "" if the format is `bare`."""
         return "" if self.bare else self.tail + self.end
 
     @property
     def literals(self) -> frozenset[str]:
-        """The texts that the parser ignores between calls."""
+        """Texts that the parser ignores between calls: `skip`, `begin` and `end`."""
         return frozenset((*self.skip, *self.begin, self.end)) - {""}
 
 

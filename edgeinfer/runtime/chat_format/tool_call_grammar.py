@@ -187,10 +187,10 @@ _SHOWN = 3
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, in which objects allow only the properties they list.
+    """Return the schema of a tool's arguments, in which objects allow only the properties they name.
 
-    Otherwise small models would add properties. `additionalProperties` is not changed if the tool sets
-    it, and required properties count as listed.
+    Otherwise small models would add properties. A property is named by `properties` or by `required`.
+    An object schema in which the tool sets `additionalProperties` keeps its value.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
@@ -221,7 +221,7 @@ def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
 
 
 def describe_loose(tool: Tool) -> str:
-    """Return a notice that a tool's schema is not enforced, and why; "" if the schema is enforced."""
+    """Return a warning for users that a tool's schema is not enforced, and why; "" if there is none."""
     try:
         with limit_preparation():
             fault = schema_fault(tool, "")

@@ -73,9 +73,10 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """The text of the section that belongs to no call, in two parts: the marker, and the rest.
+        """Text of the section that belongs to no call, in two parts: the opening marker, and the rest.
 
-        The marker is "" if the section has a call. The rest must be parsed again, outside the section.
+        After a call, the first part is "". Without a marker, the first part is one character. The rest
+        must be parsed again, outside the section.
         """
         n_text = 0 if self._end_of_calls else len(self._marker) or 1
         text_end = self._end_of_calls + n_text

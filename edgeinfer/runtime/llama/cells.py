@@ -173,7 +173,11 @@ class _Transfer(ctypes.Structure):
 
 
 class CellCopies:
-    """Intercepts llama.cpp's copies between KV cells and saved states. One per process."""
+    """Intercepts llama.cpp's copies between KV cells and saved states. One per process.
+
+    `record` finds where a state has the bytes of each tensor. `replace` can map pages of a file into
+    the cells, which is faster than copying a state.
+    """
 
     def __init__(self, library: ctypes.CDLL, kernels: ctypes.CDLL | None = None) -> None:
         self._library, self._kernels = library, kernels

@@ -60,7 +60,7 @@ class LoraAdapters:
         return tuple(adapter for adapter, _ in self._named.values())
 
     def key(self, requested: tuple[tuple[str, float], ...] | None) -> AdapterKey:
-        """Convert the adapter names and scales of a request to a key, without adapters of scale 0.
+        """Convert adapter names and scales of a request to an AdapterKey, without adapters of scale 0.
 
         None means all adapters at their default scales. Raises InvalidRequestError for a name that is
         unknown or given twice, or a scale that is out of range.
@@ -88,7 +88,7 @@ class LoraAdapters:
         return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
-        """Return those of `adapters` that the kernels cannot apply to single rows of a batch."""
+        """Return those of `adapters` that can only be applied to all rows of a batch, by llama.cpp."""
         loaded = self._context.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
@@ -109,7 +109,7 @@ class LoraAdapters:
         self._current, self._pointer = adapters, pointer
 
     def use_llama_cpp(self) -> None:
-        """Let llama.cpp compute every adapter from now on."""
+        """Let llama.cpp compute every adapter from now on, instead of edgeinfer's faster kernels."""
         _log.warning("edgeinfer's kernels cannot compute this LoRA adapter: llama.cpp does, slower")
         self.has_kernels = False
         for loaded in self._context.adapters.values():

@@ -94,8 +94,9 @@ def begin_step(
 ) -> int:
     """Let the kernels apply adapters in this thread's next llama_decode.
 
-    `loaded` has adapters by stamp (see `AdapterKey`). `n_tokens` and `n_outputs` count the whole batch.
-    The result is for `end_step`; it is 0 if llama.cpp applies all adapters.
+    `batch` has the adapters of each range of rows, `loaded` the loaded adapters by stamp (see
+    `AdapterKey`). `n_tokens` and `n_outputs` count the whole batch. Returns a handle for `end_step`, or
+    0 if llama.cpp applies all adapters.
     """
     rows = [  # sorted by adapter: the kernels read the weights of each adapter once
         _Rows(*span, loaded[stamp].kernels, scale)
@@ -113,6 +114,6 @@ def begin_step(
 
 
 def end_step(step: int) -> bool:
-    """End a step after llama_decode; return whether the kernels applied all adapters."""
+    """End a step (a handle) after llama_decode; return whether the kernels applied all adapters."""
     kernels = _kernels()
     return kernels is None or bool(kernels.edgeinfer_adapters_end(step))

@@ -27,7 +27,10 @@ _MEMORY_S = 1.0
 
 
 class Streaming:
-    """Streams a model's weights from disk until `stop(owner)`. Used on the decode thread."""
+    """Streams a model's weights from disk. Used on the decode thread.
+
+    `owner` is the object that was passed to `start`; `stop` with the same object ends the streaming.
+    """
 
     def __init__(self, owner: object, kernels: ctypes.CDLL, paths: tuple[str, ...]) -> None:
         self.owner = owner

@@ -139,7 +139,10 @@ class BlockStore:
             self._warn(f"{reason}: prompts will be prefilled again after a restart")
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Append block names to a conversation's list. Raises OSError, SnapshotUnsafeError."""
+        """Add block names to the list of blocks that are deleted with a conversation.
+
+        Raises OSError, SnapshotUnsafeError.
+        """
         self.make_root()
         paths.private_dir(self.root / "owners")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -312,7 +315,10 @@ class BlockFolder:
             yield self.names.checkpoint(parent, tokens[:n])
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Return the longest `Match` among the blocks that followed `parent` in an agent's sessions."""
+        """Return the longest `Match` among the blocks that followed `parent` in an agent's sessions.
+
+        Only the last block that an agent's sessions share has such followers.
+        """
         names = map(bytes.fromhex, retention.boundary_blocks(self._folder, parent.hex()))
         return _longest(self._stored_tokens(names, parent), tokens)
 
@@ -384,7 +390,7 @@ class BlockFolder:
         return self.put(lambda: self._write(block), block.n_bytes)
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Record that blocks belong to a conversation, so that both can be deleted together."""
+        """Record that blocks belong to a conversation, whose deletion also deletes the blocks."""
         self.put(lambda: self._add_owner(conversation, names))
 
     def _add_owner(self, conversation: str, names: Sequence[bytes]) -> None:

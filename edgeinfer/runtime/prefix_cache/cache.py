@@ -73,10 +73,11 @@ class PrefixCache:
         *,
         is_only_request: bool,
     ) -> BlockLoad | None:
-        """Start to read the blocks of a prompt after its first `n_cached` tokens, which are in memory.
+        """Start to read a prompt's blocks from disk; its first `n_cached` tokens are cached in memory.
 
         Returns None if the blocks would save little prefill or the round-trip check has failed. If the
-        check has not run yet, it runs now, but only if blocks save much prefill and `is_only_request`.
+        check has not run yet, it runs now, but only if blocks save much prefill and no other request
+        would wait (`is_only_request`). Otherwise the result is None, too.
         The first block may begin before `n_cached`.
         """
         if self.verdict.is_refused or len(tokens) - n_cached <= _MIN_GAIN_TOKENS:

@@ -63,10 +63,11 @@ Kind = Literal["full", "tail", "point", "rows"]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a block. `parent` names the block before it; `identity` is that of `BlockNames`.
+    """The header of a block. `parent` is the name of the block before it in the prompt.
 
-    `tokens` are int32, little endian. `states` has a tuple per state: the size (bytes) and the page
-    offset of each piece (see `State`).
+    `identity` is the digest of the model and its settings (see `BlockNames`). `tokens` are int32,
+    little endian. `states` has a tuple per state: the size (bytes) and the page offset of each piece
+    (see `State`).
     """
 
     kind: Kind
@@ -175,12 +176,15 @@ class BlockNames:
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a partial block after `parent`: a hash of its first 1 to 32 tokens."""
+        """Return the name of a partial block after `parent`: a hash of the first tokens, at most 32."""
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a block that ends at a checkpoint: a hash of its whole 32-token groups."""
+        """Return the name of a block that ends at a checkpoint: a hash of its tokens.
+
+        The number of tokens is rounded down to a multiple of 32, so the last tokens do not count.
+        """
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 

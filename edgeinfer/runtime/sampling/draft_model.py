@@ -79,8 +79,9 @@ class DraftModel:
     names it, a warning is given.
 
     The unit of costs is a step in which the large model computes one token. `cost` is that of a draft
-    token, `least_cost` its part for reading the draft model's weights. `balance` is how much drafts and
-    their prefill may still lose: gains minus costs so far, plus a share of every token's cost.
+    token, `least_cost` its part for reading the draft model's weights. `balance` is how much drafts
+    may still lose: a first amount, plus their gains and a share of every token's cost, minus the costs
+    of drafts and their prefill. Nothing is drafted if that prefill would cost more than `balance`.
     """
 
     def __init__(self, files: ModelFiles, options: LoadOptions) -> None:
@@ -184,7 +185,7 @@ class DraftModel:
         self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
 
     def recover(self) -> None:
-        """Move the learned rates and the cost towards the values assumed at first."""
+        """Move the learned rates and the cost towards their first values, to try drafts again later."""
         self.mean.recover(_MEAN_START, _RECOVERY)
         self.likely.recover(_LIKELY_START, _RECOVERY)
         self.cost += _RECOVERY * (self.least_cost - self.cost)

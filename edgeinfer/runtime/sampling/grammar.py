@@ -83,10 +83,10 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class NumberLimit:
-    """Follows one JSON answer, and forbids the tokens in `digits` once a number has _MAX_DIGITS.
+    """Follows one JSON answer, and forbids the tokens in `digits` once a number has 17 digits.
 
-    A grammar does not limit digits, and at a higher temperature a model may never end a number: of 12
-    heights in metres, 4 continued `1.8000000447…` to the end of the answer.
+    An exponent may have 3 digits. A grammar does not limit digits, and at a higher temperature a model
+    may never end a number: of 12 heights in metres, 4 continued `1.8000000447…` to the answer's end.
     """
 
     __slots__ = ("_digits", "_is_escaped", "_is_text", "_n_digits", "_vocab")
@@ -97,7 +97,7 @@ class NumberLimit:
         self._is_text = self._is_escaped = False
 
     def forbid_into(self, forbidden: npt.NDArray[np.bool_]) -> None:
-        """Set `forbidden` for each token in `digits` if the present number has _MAX_DIGITS.
+        """Set `forbidden` for each token in `digits` if the present number has 17 digits or more.
 
         If that would forbid every token, `forbidden` is not changed.
         """
@@ -186,7 +186,7 @@ class TokenMatcher:
         return [token for token in self.forced_tokens() if self.accept(token)]
 
     def accept_likely(self) -> list[int]:
-        """Advance by the text that must come next, and return its usual tokens.
+        """Advance by the text that must come next, and return the tokens of that text.
 
         The constraint allows other tokens for the same text, so the model may choose others.
         """
@@ -370,7 +370,10 @@ def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str
 
 
 def whole(pattern: str) -> str:
-    """Remove `^` and `$`. Patterns match the whole answer anyway, and llguidance has no anchors."""
+    """Return `pattern` without `^` at its start and `$` at its end, unless it contains `|`.
+
+    Patterns match the whole answer anyway, and llguidance has no anchors.
+    """
     bare = pattern
     if "|" not in pattern:
         bare = bare.removeprefix("^")

@@ -98,7 +98,10 @@ class AnswerFile:
         return self.read(0, RING)
 
     def read(self, index: int, n: int) -> Tokens:
-        """Return up to `n` words from `index` on: tokens, and negative marks; none if reading fails."""
+        """Return up to `n` words of the ring buffer from `index` on; none if reading fails.
+
+        A word is a token or a negative number, which marks the start or the end of an answer.
+        """
         return self._read(_RING_AT + index, min(n, RING - index))
 
     def find(self, text: Tokens) -> tuple[int, int]:

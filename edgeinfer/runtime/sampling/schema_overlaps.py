@@ -12,10 +12,10 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class Overlaps:
-    """Compares the subschemas of one JSON schema.
+    """Makes subschemas of one JSON schema exclude each other, so that `anyOf` can replace `oneOf`.
 
-    `target` returns the target of a `$ref`, True if the target is unknown. `define` adds a schema to
-    `$defs` and returns a reference to that schema.
+    `target` returns the schema to which a `$ref` refers, True (any value) if that schema is unknown.
+    `define` adds a schema to `$defs` and returns a reference to that schema.
     """
 
     def __init__(

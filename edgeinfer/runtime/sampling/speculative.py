@@ -77,7 +77,10 @@ class StepCurve:
         self._plain_s = {1: best[0]}
 
     def record(self, n_sequences: int, n_rows: int, seconds: float, n_forced: int = 0) -> None:
-        """Record a step; `n_rows` includes drafts and the `n_forced` tokens of constraints."""
+        """Learn from a step that took `seconds`.
+
+        `n_rows` includes draft tokens, and the `n_forced` tokens that constraints force.
+        """
         rows, is_plain = n_rows - self._logits_share * n_forced, n_rows == n_sequences
         expected_s = self.seconds(n_sequences, rows)
         if expected_s is None:
@@ -104,7 +107,7 @@ class StepCurve:
         self._points = list(accumulate(points, max))  # more rows never take less time
 
     def seconds(self, n_sequences: int, rows: float) -> float | None:
-        """Return the time (s) of a step of `n_sequences` with `rows`; None before the first step."""
+        """Estimate the time (s) of a step with `rows`; None before any step of `n_sequences`."""
         plain_s = self._plain_s.get(n_sequences)
         return None if plain_s is None else plain_s * self.cost(rows) / self.cost(n_sequences)
 
@@ -184,7 +187,10 @@ class DraftBudget:
 
     @property
     def least_chance(self) -> float:
-        """Least probability of a first draft token that saves time, if all later ones are right."""
+        """Least acceptance rate of the first draft token with which drafts can save time.
+
+        Later draft tokens are assumed to be accepted.
+        """
         if self._least_row is None:
             cost, rows = self._row_cost, self._rows
             self._least_row = min((cost(rows + i) - cost(rows)) / i for i in range(1, MAX_DRAFT + 1))
@@ -338,7 +344,7 @@ class SuffixDrafter:
         return index, common_suffix(text[:index], text[:n])
 
     def acceptance(self, position: int) -> Acceptance:
-        """Return the acceptance rate of the latest draft's token at `position`."""
+        """Return the acceptance rate to expect of the token at index `position` of the latest draft."""
         length = max(self._length + position, _LENGTHS[0])
         return self._rates[self._is_past][bisect_right(_LENGTHS, length) - 1]
 

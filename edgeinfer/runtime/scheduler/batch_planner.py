@@ -19,7 +19,7 @@ _MAX_FORCED_TOKENS = 32
 
 
 class BatchPlanner:
-    """Decides what the next step computes, and fills the batch. `n_ctx` limits each sequence."""
+    """Decides what the next step computes, and fills the batch. A sequence has up to `n_ctx` tokens."""
 
     def __init__(
         self, executor: Executor, queue: RequestQueue, *, batch_invariance: BatchInvariance, n_ctx: int

@@ -208,7 +208,9 @@ class EngineCore:
     def profile_steps(self, first_token: int) -> None:
         """Measure the times of steps with various numbers of tokens, while no request runs.
 
-        The tokens count up from `first_token`. Raises DecodeError.
+        The times are recorded in the executor's `step_costs` and `chunk_sizer`. The steps compute the
+        token ids `first_token`, `first_token` + 1 and so on. Does nothing if the model does not support
+        truncation. Raises DecodeError.
         """
         if not self.kv.supports_truncation:
             return

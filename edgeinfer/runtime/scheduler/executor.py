@@ -149,7 +149,8 @@ class Executor:
     def profile_steps(self, cached_seq: CachedSequence, first_token: int) -> None:
         """Measure the times of steps with various numbers of tokens, in an empty sequence.
 
-        The tokens count up from `first_token`. Raises DecodeError.
+        The times are recorded in `step_costs` and `chunk_sizer`. The steps compute the token ids
+        `first_token`, `first_token` + 1 and so on. Raises DecodeError.
         """
         numbers = itertools.count()
 

@@ -48,8 +48,9 @@ class ChunkSizer:
     def token_budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
         """Return how many prompt tokens to add to a batch with `n_decoding` tokens of decodes.
 
-        `room` more tokens fit into it. `pending` has the number of tokens left of each prompt. If all
-        prompts are short, the batch stays small, so that its results equal those of unbatched prefill.
+        The batch has space for `room` more tokens. `pending` has the number of tokens left of each
+        prompt. If all prompts are short, the batch stays small, so that the results equal those of
+        unbatched prefill.
         """
         longest = max(pending, default=0)
         budget = room
@@ -100,7 +101,7 @@ class DecodeBudget:
         self._delayed_since = 0.0
 
     def charge_last_step(self) -> None:
-        """If `grant_step` granted the last step, add that step's time to `delayed_s` of its prompt."""
+        """If `grant_step` granted the last step, add that step's time to the sequence's `delayed_s`."""
         if self._delayed is not None:
             self._delayed.delayed_s += time.monotonic() - self._delayed_since
             self._delayed = None

@@ -35,7 +35,10 @@ FLUSH_S = 30.0
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
-    """Return the sequences that load blocks. Prefill-only ones are left out while another prefills."""
+    """Return the sequences that load blocks.
+
+    Prefill-only ones are left out while a request that wants an answer is prefilled.
+    """
     is_awaited = any(s.is_started and not (s.is_decoding or s.is_prefill_only) for s in running)
     return [s for s in running if s.is_loading_blocks and not (is_awaited and s.is_prefill_only)]
 
@@ -66,7 +69,8 @@ class Prefixes:
     def acquire(self, seq: Sequence, *, is_only_request: bool) -> None:
         """Start `seq` with the longest prefix in memory, and begin to load further blocks from disk.
 
-        If every sequence id is in use, `seq` is not started.
+        If every sequence id is in use, `seq` is not started. `is_only_request`: no other request is
+        admitted, so idle sequences may be evicted, and the round-trip check may run before the prefill.
         """
         request = seq.request
         if request.cache_prompt and not seq.clock.prefill_start:

@@ -299,6 +299,8 @@ class BatchEntry:
     """The tokens of a sequence in a batch; the last ones are `drafts`.
 
     `first_output` is the index, in the batch's rows of logits, of the first row to sample from.
+    `has_output`: a token is sampled after this entry. `is_prefill`: the tokens are prefilled, so their
+    `drafts`, if any, are an answer that is replayed.
     """
 
     seq: Sequence
