@@ -54,7 +54,8 @@ _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 class Agent(NamedTuple):
     """A coding agent. `name` is its program on PATH, `install` the command that installs it.
 
-    `setup` returns arguments and variables for the program, and may write files into a folder.
+    `title` is the name for users. `setup` returns arguments and environment variables for the program,
+    and may write files into a folder.
     `first_tokens` is the length of the first request, in SmolLM2's tokens (other models: ± 20 %). If
     the context has less than `room_tokens` left after that request, the agent compacts its history at
     once. `user_agent` is the start of its User-Agent header; "" if the header does not name the agent.

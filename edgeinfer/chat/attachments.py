@@ -55,7 +55,7 @@ def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Return the mentioned paths (`@docs/a`) that do not exist, and so cannot be attached."""
+    """Return the paths that `text` mentions (`@docs/a`), but at which no file or folder exists."""
     paths = [name for name in mentions(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 

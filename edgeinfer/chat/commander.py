@@ -35,7 +35,7 @@ class FrontEnd(Protocol):
     """The methods that commands call on a front end: the Textual screen, or the plain chat."""
 
     def show_text(self, text: str) -> None:
-        """Show text of the app, e.g. the result of a command."""
+        """Show a text that the app wrote, not the model, e.g. the result of a command."""
 
     def show_changed(self) -> None:
         """Show the open conversation again, after a command has changed it or opened another one."""
@@ -47,7 +47,7 @@ class FrontEnd(Protocol):
         """Show an edited question, `turn`, and generate an answer to it."""
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        """Put `text` into the input field. `editing`: id of the question that is edited, if any."""
+        """Put `text` into the input field. `editing`: id of the question to replace, if any."""
 
     def attach(self, attachment: Attachment) -> None:
         """Attach a file to the next question."""
@@ -82,7 +82,10 @@ class FrontEnd(Protocol):
     def edit_outside(self) -> None: ...
 
     def summarise(self, first_sent: Turn) -> None:
-        """Let the model summarise the turns before `first_sent`; then send the summary instead."""
+        """Let the model summarise the turns before `first_sent`.
+
+        Later requests contain the summary instead of these turns.
+        """
 
     def leave(self) -> None: ...
 
@@ -100,7 +103,10 @@ _FRONT_END_METHODS = {
 
 
 class Commander:
-    """Runs `/` commands. `deleted`: id of the conversation that `/undo` can restore, None if none."""
+    """Runs `/` commands on a chat session.
+
+    `deleted` is the id of the conversation that `/undo` can restore; None if there is none.
+    """
 
     def __init__(
         self,

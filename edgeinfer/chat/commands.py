@@ -132,10 +132,10 @@ LIMIT = 60
 
 
 class CommandCompletion(msgspec.Struct, frozen=True):
-    """A completion: `text` replaces the `length` characters before the cursor; the list shows `label`.
+    """A completion: `text` replaces the `length` characters before the cursor.
 
-    `whole`: the typed text may be complete already, so Enter sends that text, and only Tab inserts the
-    completion.
+    The list of completions shows `label` and `summary`. `whole`: the typed text may be complete
+    already, so Enter sends that text, and only Tab inserts the completion.
     """
 
     text: str
@@ -152,8 +152,8 @@ Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 def complete(before: str, names: Names, cwd: Path | None = None) -> list[CommandCompletion]:
     """Return the completions of `before`, the text before the cursor; [] if there is none.
 
-    `names` lists the values of arguments. Relative paths are resolved against `cwd` (None: the working
-    folder).
+    `names` has, for each kind of argument, a function that lists the values. Relative paths are
+    resolved against `cwd` (None: the working folder).
     """
     if is_command(before) or before == "/":
         word, space, argument = before.partition(" ")

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class ModelChoice(ModelSummary, frozen=True, kw_only=True):
-    """A model in the picker. `warm`: it has a snapshot. `fit` is None if the size is unknown."""
+    """A model in the picker. `warm`: the model has a snapshot.
+
+    `fit` says how well the model runs on this machine; None if the model's size is unknown.
+    """
 
     warm: bool = False
     fit: Fit | None = None
@@ -45,7 +48,7 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
-    """Return every chat model. `warm`: names of the models that have a snapshot.
+    """Return every chat model, pulled or not. `warm`: names of the models that have a snapshot.
 
     Call this after the first paint, because measuring memory may take 0.2 s.
     """
@@ -64,7 +67,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
 def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
     """Return the models that a first run offers to pull; takes 0.2 s.
 
-    Returns [] if a model of `rows` is pulled already, or if the user named a model.
+    `rows` has all chat models. Returns [] if one of them is pulled already, or if the user named one.
     """
     if setup.model != setup.host.config.default_model or any(row.pulled for row in rows):
         return []

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptContext:
-    """Builds requests from turns, with the options of the conversation, the engine and the tools."""
+    """Builds requests from turns, with the options of the conversation, the engine and the tools.
+
+    `engine` is None if no model is loaded, `tools` if the chat has no tools.
+    """
 
     conversation: Conversation
     engine: Engine | None

@@ -226,9 +226,9 @@ class ChatSession:
         return new
 
     def owns_draft(self) -> bool:
-        """Return whether this window may store the draft, i.e. the conversation's unsent text.
+        """Return whether this chat window may store the draft, i.e. the conversation's unsent text.
 
-        Only one window may: the first one that opens the conversation locks the draft.
+        Of all windows, only the first that opens the conversation may: the call locks the draft.
         """
         owner = self.conversation.id
         if owner != self._draft_of:
@@ -356,8 +356,9 @@ class ChatSession:
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:
         """Lock the conversation; return a function that runs the tool calls of `turn` in any thread.
 
-        The caller passes the function's result to `note_calls`, which unlocks the conversation. Raises
-        UsageError if another process has locked it, StoreError if the lock file cannot be opened.
+        `front` asks the user for approval. The caller passes the function's result to `note_calls`,
+        which unlocks the conversation. Raises UsageError if another process has locked the
+        conversation, StoreError if the lock file cannot be opened.
         """
         tools = self.tools
         assert tools is not None
@@ -368,7 +369,8 @@ class ChatSession:
     def run_calls(self, turn: Turn, front: CallFrontEnd, stop: Stop) -> bool:
         """Run the tool calls of `turn`, and store results; return whether the model should continue.
 
-        The conversation is locked during the calls. Raises UsageError if another process has locked it.
+        `front` asks the user for approval. The conversation is locked during the calls. Raises
+        UsageError if another process has locked the conversation.
         """
         assert self.tools is not None
         past, owner = rounds_of(self.path)[:-1], turn.conversation_id

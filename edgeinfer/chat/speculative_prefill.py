@@ -29,7 +29,7 @@ TYPING_INTERVAL_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """A request that only prefills. `generation` is None until `engine` has accepted the request."""
+    """A request that only prefills a prompt. `generation` is None until `engine` accepts `request`."""
 
     engine: Engine
     request: GenerateRequest

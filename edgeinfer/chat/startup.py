@@ -29,7 +29,7 @@ class ChatSetup:
     """Options and configuration of one chat, for the Textual app or the plain chat.
 
     `conversation` has the system prompt and the sampling options of a new conversation; `attachments`
-    are sent with its first question.
+    are sent with its first question. `continue_last`: open the last conversation instead of a new one.
     """
 
     host: EngineHost

@@ -192,7 +192,7 @@ class ModelLoader:
         return LoadedEngine(engine=engine, how=start.how, stages_ms=start.stages_ms)
 
     def worker(self, progress: LoadProgress | None = None, **changed: Any) -> LoadedEngine:
-        """Load the default model into a worker; `changed` replaces some of its load options."""
+        """Load the default model into a worker; `changed` has load options to replace."""
         name = self._model if isinstance(self._model, str) else self._model.name
         return self._worker(name, msgspec.structs.replace(self._options, **changed), progress)
 
@@ -210,7 +210,10 @@ class ModelLoader:
 
 @dataclass
 class ReplicaLoader:
-    """Loads replicas of the default model, each in its own worker, so that a crash ends only one."""
+    """Loads `count` replicas of the default model, each in a separate worker.
+
+    If a worker crashes, the other replicas continue. Other models are loaded by `loader`.
+    """
 
     loader: ModelLoader
     count: int

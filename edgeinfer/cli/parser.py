@@ -153,7 +153,10 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"run `{self.help_command(message)}`")
 
     def help_command(self, message: str) -> str:
-        """Return the command whose help describes every option that `message` names."""
+        """Return the help command, for a hint, that describes every option that `message` names.
+
+        The command is `edgeinfer VERB --help-all` if `--help` leaves out one of the options.
+        """
         folded = (group for group in self._action_groups if group.title in FOLDED)
         actions = (action for group in folded for action in group._group_actions)
         flags = {flag for action in actions for flag in action.option_strings}

@@ -51,7 +51,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         return self.path.with_name(f"{self.path.name}.content")
 
     def record(self, request: GenerateRequest, *, is_private: bool) -> GenerateRequest:
-        """Return the request, set to record the tokens for a receipt.
+        """Return `request` with the option to record the tokens that a receipt needs.
 
         Raises UsageError if `is_private`, but FILE.content cannot be written.
         """

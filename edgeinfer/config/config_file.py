@@ -288,7 +288,7 @@ def _parse(
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    """Raise ConfigError for a key that is not a field of `struct`; `where` begins the message."""
+    """Raise ConfigError for a key that is not a field of `struct`. The message begins with `where`."""
     fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
     for key, value in document.items():
         if key not in fields:

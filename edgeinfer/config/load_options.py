@@ -72,9 +72,10 @@ class LoadOption:
 
 
 class AdaptersOption(LoadOption):
-    """LoRA adapters with different names: `NAME` or `FILE`, each optionally with `:SCALE`.
+    """A load option whose value is LoRA adapters: `NAME` or `FILE`, each optionally with `:SCALE`.
 
-    Parsed, they are absolute paths, joined with commas; `NAME` is the pulled adapter of that name.
+    `parse` returns absolute paths, joined with commas; `NAME` is the pulled adapter of that name. Two
+    adapters must not have the same name.
     """
 
     many = True
@@ -93,7 +94,10 @@ class AdaptersOption(LoadOption):
 
 
 class ModelOption(LoadOption):
-    """A model's name, in lower case if letter case does not matter, or the absolute path of a file."""
+    """A load option whose value is a model: its name or the absolute path of its file.
+
+    `parse` makes a name lower case if letter case does not matter, and a path absolute.
+    """
 
     def parse(self, text: str) -> Value:
         if paths.is_model_path(text):
@@ -235,8 +239,9 @@ def first_difference(
     """Return the field of the first option in which a launch differs from a snapshot; "" if none does.
 
     `launch` has the launch's options (field → text), `requested` those of the snapshot's build, and
-    `actual` the values that the build chose for automatic options. Either value of the build fits. If
-    the launch names the snapshot (`is_named`), only the options in `launch` are compared.
+    `actual` the values that the build chose for automatic options. An option does not differ if the
+    launch has its requested or its actual value. If the launch names the snapshot (`is_named`), only
+    the options in `launch` are compared.
     """
     for field in launch if is_named else launch | requested:
         built_with = filter(None, (requested.get(field), actual.get(field)))

@@ -47,7 +47,7 @@ _KEYS: dict[str, Choice] = {"y": "once", "yes": "once", "a": "conversation", "p"
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The user's decision about one call. If it refuses the call, the model gets the `reason`."""
+    """The user's decision about one tool call. If the choice is "no", the model gets the `reason`."""
 
     choice: Choice
     reason: str = ""
@@ -65,7 +65,7 @@ class Pattern(msgspec.Struct, frozen=True):
     is_bare: bool = False
 
     def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the pattern, if listed in `allow`, matches the call as it is spelled."""
+        """Return whether the pattern, as one of `allow` in config.toml, matches the call as written."""
         return (
             self._names(server, tool)
             and not (self.is_bare and arguments)
@@ -76,9 +76,10 @@ class Pattern(msgspec.Struct, frozen=True):
         )
 
     def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
-        """Return whether the pattern, if listed in `deny`, matches the call in any spelling.
+        """Return whether the pattern, as one of `deny` in config.toml, matches a spelling of the call.
 
-        Relative paths in the call are resolved against `folder`.
+        Letter case does not matter, and a path also counts without `..` and links. Relative paths in
+        the call are resolved against `folder`.
         """
         return self._names(server, tool, re.IGNORECASE) and all(
             any(
@@ -201,10 +202,11 @@ def argument_text(value: Any) -> str:
 
 
 def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
-    """Propose a pattern for calls with a path in the same folder, or a URL of the same host.
+    """Propose a pattern that allows this call and similar ones.
 
-    All other arguments must be equal, except in a pattern for the built-in file tools, which has only
-    the path. Returns "" if no pattern of up to 200 characters allows this call.
+    Similar calls have a path in the same folder, or a URL of the same host. All other arguments must be
+    equal, except in a pattern for the built-in file tools, which has only the path. Returns "" if no
+    pattern of up to 200 characters allows this call.
     """
     is_file = server == "files" and "path" in arguments
     restricted = {"path": arguments["path"]} if is_file else arguments

@@ -48,7 +48,11 @@ _Call = tuple[BoundTool, _Arguments]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call that needs the user's approval. Invisible characters are escaped when it is shown."""
+    """A tool call that needs the user's approval, as shown to the user.
+
+    `diff` is the change that the call would make to a file, `warning` a risk; "" if there is none.
+    Invisible characters are escaped only in `text` and `page_fields`.
+    """
 
     id: str
     server: str
@@ -126,7 +130,7 @@ class CallFrontEnd(Protocol):
         """Ask the user whether a call may run, and wait for the decision."""
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show the text `progress` about a tool call; if the text is "", the call has ended."""
+        """Show `progress` about a running tool call or, if the text is "", the result."""
 
 
 class ChatTools:
@@ -145,7 +149,7 @@ class ChatTools:
         self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
-        """Wait for the tool lists of servers that have sent none; return notices for the user.
+        """Wait for the tool lists of servers that have sent none; return the messages of `notices`.
 
         With `refresh`, every server is asked for its list.
         """
@@ -188,7 +192,7 @@ class ChatTools:
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server offers a tool."
 
     def notices(self) -> list[str]:
-        """Return the notices for the user since the last call, e.g. about changed tools.
+        """Return new messages for the user, e.g. about failed servers and changed tools, each once.
 
         If there are any, `request_tools` returns the servers' current tools from now on.
         """
@@ -242,8 +246,9 @@ class ChatTools:
     ) -> tuple[ToolUse, ...]:
         """Run the calls, and return them with results, in the same order.
 
-        `past`: earlier calls since the last question; repeated and too many calls are refused. A user's
-        permission for "this conversation" applies to later calls with the same `conversation`.
+        `front` asks the user for approval and shows results; `stop` stops the calls. `past`: earlier
+        calls since the last question; repeated and too many calls are refused. A user's permission for
+        "this conversation" applies to later calls with the same `conversation`.
         """
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:

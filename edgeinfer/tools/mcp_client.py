@@ -46,7 +46,10 @@ _START_S = 60.0
 
 
 class ToolInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool as its server describes it. `parameters` is a JSON schema; the flags are only claims."""
+    """A tool as its server describes it. `parameters` is the JSON schema of the arguments.
+
+    `destructive` (the tool may destroy data) and `read_only` are unchecked claims of the server.
+    """
 
     name: str
     description: str = ""
@@ -88,7 +91,8 @@ class _Pending:
 class ToolServer:
     """Base class of tool servers, MCP and built-in ones.
 
-    The tool loop calls these methods before it calls a tool. Built-in servers override them.
+    The tool loop calls `argument_error`, `canonical`, `warning` and `preview` before it calls a tool.
+    These defaults are for MCP servers; built-in servers override them.
     """
 
     def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:

@@ -44,7 +44,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Hash of command and URL, and of the names (not the values) of variables and headers."""
+        """Hash of command and URL, and of the names (not the values) of variables and headers.
+
+        If the hash has changed, the server's list of tools is requested again.
+        """
         parts = (self.command, self.url, sorted(self.env), sorted(self.headers))
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 

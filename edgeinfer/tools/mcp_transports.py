@@ -189,7 +189,10 @@ class StdioTransport:
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
-        """Queue a message. The future fails with ToolServerError if 1,000 others are still queued."""
+        """Queue a message; the future ends when the message is written to the child's stdin.
+
+        The future fails with ToolServerError if 1,000 others are still queued, or the child has ended.
+        """
         sent: Future[None] = Future()
         if self._unsent.qsize() < _MAX_UNSENT:
             self._unsent.put((msgspec.json.encode(message) + b"\n", sent))

@@ -70,6 +70,7 @@ class SelfRunning:
     def restore(self) -> str:
         """Rename the self-running files that the command has created or replaced.
 
+        Under the new names, other programs do not execute the files. The folder's mode is restored.
         Call this after the command has ended. Returns a message that names these files, and those that
         the command has removed; "" if there are none.
         """

@@ -129,7 +129,7 @@ class Stop:
 
     @contextmanager
     def holding(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold `lock` during the block. Raises StoppedError if `set` is called while waiting for it."""
+        """Hold `lock` in the block. Raises StoppedError if `set` is called before `lock` is free."""
         while not lock.acquire(timeout=_STOP_CHECK_S):
             if self.is_set:
                 raise StoppedError

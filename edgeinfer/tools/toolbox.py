@@ -47,7 +47,7 @@ class KnownServer(msgspec.Struct, kw_only=True):
 
 
 class BoundTool(msgspec.Struct, frozen=True):
-    """A tool and its server. `is_new`: added or changed since the user first saw the server's list."""
+    """A tool and its server. `is_new`: added or changed since the first list, and not yet approved."""
 
     server: str
     info: ToolInfo
@@ -59,7 +59,10 @@ def records_path() -> Path:
 
 
 class Toolbox:
-    """Starts the enabled tool servers and holds their sessions, which `close` ends. Thread-safe."""
+    """Starts the enabled tool servers and holds their sessions, which `close` ends. Thread-safe.
+
+    `notices` has messages for the user, e.g. about servers that failed and tools that have changed.
+    """
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.config = config
@@ -146,7 +149,7 @@ class Toolbox:
         return bound
 
     def tools(self) -> tuple[Tool, ...]:
-        """Return the tools in the form of a request's field, at most 128."""
+        """Return the value of a request's field `tools`: the first 128 of `bound_tools`."""
         return tuple(
             Tool(
                 name=name,

@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class AppFrontEnd:
-    """Runs `/` commands on the chat screen. Other screens are imported on first use."""
+    """Runs `/` commands on the chat screen. Other screens are imported on first use.
+
+    `leave` is called for `/quit`.
+    """
 
     app: App[Any]
     setup: ChatSetup

@@ -195,7 +195,7 @@ class Answering:
         return typed.get()
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show the text `progress` about a tool call; "" if the call has ended. Thread-safe."""
+        """Show `progress` about a running tool call or, if the text is "", the result. Thread-safe."""
         self._view.transcript.call_later(self._show_progress, use, progress)
 
     def _show_card(self, text: str, typed: SimpleQueue[str | None], running: Stop) -> None:

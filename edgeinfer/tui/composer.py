@@ -44,7 +44,7 @@ class Composer(TextArea):
 
     @dataclass
     class Choosing(Message):
-        """Posted while completions are shown. `step`: 1 is the next, -1 the previous one, 0 accepts."""
+        """Posted to select the next (`step`: 1) or previous (-1) completion, or accept one (0)."""
 
         step: int
 
@@ -83,7 +83,10 @@ class Composer(TextArea):
         self.draft = ""
 
     def watch_editing(self, before: int | None, editing: int | None) -> None:
-        """Show that the text will replace an earlier question, and keep the typed text as a draft."""
+        """Show whether the text will replace an earlier question (`editing` is not None).
+
+        When editing begins, the text typed before is copied to `draft`.
+        """
         if before is None:
             self.draft = self.text
         self.set_class(editing is not None, "-editing")
@@ -110,7 +113,7 @@ class Composer(TextArea):
         self._past_index = 0
 
     def fill(self, *texts: str) -> None:
-        """Replace the text by these texts, each on a separate line, and put the cursor at its end."""
+        """Replace the text by `texts`, each on a separate line, and put the cursor at the end."""
         self.text = "\n".join(filter(None, texts))
         self.move_cursor(self.document.end)
 
@@ -199,7 +202,7 @@ class Composer(TextArea):
 
 
 class Queue:
-    """Messages typed during an answer, which are sent after the answer. `line` shows them."""
+    """Messages typed during an answer, to be sent after the answer. The widget `line` shows them."""
 
     def __init__(self, line: Static, composer: Composer) -> None:
         self._line = line
@@ -317,9 +320,10 @@ class AttachmentList:
         return [*self.unnamed, *self._named.values()]
 
     def collect(self, text: str) -> list[Attachment]:
-        """Return all attachments; the files that `text` mentions are read again.
+        """Return the attachments to send with the question `text`: `unnamed` and the mentioned files.
 
-        Raises UsageError if a file cannot be attached.
+        The files are read now, because they may have changed since the user typed their names. Raises
+        UsageError if a file cannot be attached.
         """
         named = [attachments.read(path) for path in attachments.mentioned_paths(text)]
         return [self._count_tokens(a) for a in (*self.unnamed, *named)]

@@ -44,7 +44,8 @@ class Transcript(ScrollView, can_focus=True):
     class Clicked(Message):
         """Posted when a label in an entry is clicked.
 
-        `mark` names the label: "copy:N" (code block N), "fold", or "page" (number of the alternative).
+        `mark` names the label: "copy:N" copies code block N, "fold" folds the entry, and "page" is the
+        number of the alternative, such as `2/3`, and shows the next alternative.
         """
 
         entry: Entry

@@ -40,8 +40,8 @@ from edgeinfer.tui.transcript import Transcript
 class StatusPart(NamedTuple):
     """A text in the status line.
 
-    On a narrow terminal, the part with the lowest `weight` is left out first; one that `shortens` is
-    only cut, if at least `_SHORTEST` cells of its text fit.
+    On a narrow terminal, the part with the lowest `weight` is left out first. If `shortens` is True,
+    the part is only cut, as long as at least `_SHORTEST` cells of the text fit.
     """
 
     text: str
@@ -142,7 +142,7 @@ class Loader:
         return self._engines.engine, self._engines.model
 
     def finish(self, message: Ended) -> bool:
-        """Note the end of the newest load; return False if `message` is from an older load."""
+        """Clear the progress of the newest load; return False if `message` is from an older load."""
         if message.serial != self._serial:
             return False
         self.progress = ""
@@ -191,7 +191,7 @@ class Streaming:
         self._due = asyncio.Event()
 
     async def run(self) -> tuple[Turn, EdgeInferError | None]:
-        """Follow the generation to its end. Return the stored turn, and the error if it failed."""
+        """Show the whole answer. Return the stored turn, and the error if the generation failed."""
         drawing = asyncio.create_task(self._draw_as_due())
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
@@ -333,7 +333,7 @@ class ChatView:
         self._put_back(put_back)
 
     def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
-        """Show only the hint of `error`, because the failed turn shows its message.
+        """Show only the hint of `error`, because the failed turn already shows the error's message.
 
         `put_back` goes into the input field if the field is empty.
         """
@@ -379,9 +379,9 @@ def answer_statistics(
 ) -> list[StatusPart]:
     """Return the status line's parts about the last answer: context, tokens/s, times, cached tokens.
 
-    There is only the context if the last answer is not from `model`. Tokens/s are left out while an
-    answer streams, because `ChatView` then shows an estimate. `cached_tokens` replaces tokens/s and
-    times in a conversation that was opened and has no new answer yet.
+    Only the context is returned if `model` did not generate the last answer. `streaming` is the answer
+    that is being generated, if any: tokens/s are then left out, because `ChatView` shows an estimate.
+    `cached_tokens` replaces tokens/s and times until an opened conversation has a new answer.
     """
     stats, engine = session.last_stats(model), session.engine
     if stats is None or (streaming is not None and not streaming.tokens):

@@ -221,7 +221,7 @@ class ConversationStore:
         return Path(self.name).with_suffix(".leases") if self.name else None
 
     def reopen(self, turn_id: int) -> None:
-        """Set the status of an ended answer to "streaming", because the model will continue it."""
+        """Set an ended answer's status to "streaming", because the model will continue the answer."""
         with self._transaction():
             self._fold(turn_id, "streaming")
             # the ids of the answer's new pieces begin at 1 again. The new time makes other processes
@@ -281,12 +281,15 @@ class ConversationStore:
         database.clean_copies(self.name, purged)
 
     def change_count(self) -> tuple[int, int]:
-        """Return a value that changes at each write of any process (read in 6 µs)."""
+        """Return a value that changes at each write to the file by any process; takes only 6 µs."""
         with store_errors(self.name):
             return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     def newest_change(self) -> tuple[int, int]:
-        """Return a value that changes when a conversation is added, changed or deleted."""
+        """Return a value that changes when a conversation is added, changed or deleted.
+
+        Unlike `change_count`, the value stays the same while text is appended to an answer.
+        """
         sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
         ((newest, number),) = self._rows(sql)
         return newest or 0, number

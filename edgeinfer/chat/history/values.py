@@ -38,9 +38,10 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of an answer. `seconds` is its total time.
+    """Statistics of an answer. `seconds` is the total time; `n_ctx` is the context's size (tokens).
 
-    `cached_tokens` of its prompt came from the prefix cache, which saved about `saved_s` seconds.
+    Of the `prompt_tokens`, `cached_tokens` came from the prefix cache, which saved about `saved_s`
+    seconds. `ttft_ms` is the time to the first token.
     """
 
     prompt_tokens: int = 0
@@ -172,7 +173,7 @@ def branch_to(turns: Turns, head_id: int | None) -> list[Turn]:
 
 
 def siblings(turns: Turns, turn_id: int) -> list[Turn]:
-    """Return the alternatives of a turn, including itself, oldest first."""
+    """Return the alternatives of a turn (same parent, same role), including the turn, oldest first."""
     turn = turns[turn_id]
     same_parent = (t for t in turns.values() if t.parent_id == turn.parent_id)
     return sorted((t for t in same_parent if t.role == turn.role), key=lambda t: t.id)

@@ -15,7 +15,7 @@ from edgeinfer.runtime.llama.backends import BackendOutcome, MissingBackend
 
 
 class BackendResult(Result, frozen=True, kw_only=True):
-    """The state of each library for GPUs. `message` says what was installed or removed."""
+    """The state of each library for GPUs. `message`: a heading, or what was installed or removed."""
 
     message: str
     libraries: tuple[BackendOutcome, ...]

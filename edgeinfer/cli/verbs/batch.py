@@ -57,11 +57,11 @@ _REMOVED = b"\x18"
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """Counts of requests: this run answered `done` requests, earlier runs answered `skipped` ones.
+    """Numbers of requests: this run answered `done` requests, earlier runs answered `skipped` ones.
 
     Of those in `done`, `failed` got a status of 400 or more. `retried` had failed in an earlier run.
-    `left` have no answer yet; `left_reason` is the last failure. `output` is OUT, "" if OUT is stdout:
-    then stderr has the text of this result.
+    `left` have no answer yet; `left_reason` is the last failure. `output` is the path of the output
+    file; if the answers go to stdout, `output` is "", and stderr has the text of this result.
     """
 
     done: int
@@ -115,10 +115,10 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> BatchResult:
-    """Answer the requests that have no answer in OUT or whose answer there is a failure.
+    """Answer the requests that have no answer in the output file, or only a failed one.
 
     Raises UsageError, which names an invalid line, before anything is computed; ModelBusyError if
-    another run has locked OUT.
+    another run has locked the output file.
     """
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
@@ -177,8 +177,8 @@ def _is_stdout(output: int) -> bool:
 def read_output(output: int) -> dict[str | None, bool]:
     """Return `custom_id` → whether the request failed, from the lines of the open file `output`.
 
-    An incomplete last line is removed from the file. The key None stands for lines that an interrupted
-    run has begun to remove.
+    An incomplete last line is removed from the file. There is a key None if an earlier run was
+    interrupted while it removed lines, so that their remains are still in the file.
     """
     whole, answers = 0, dict[str | None, bool]()
     for raw in _whole_lines(output):

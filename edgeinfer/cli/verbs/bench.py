@@ -48,7 +48,7 @@ _LEGEND = (
 
 
 class BenchResult(Result, frozen=True, kw_only=True):
-    """A row for each test and server.
+    """Measured speeds: `rows` has a row for each test and server.
 
     `load` is the load average at the start. `noise_ms`: times of hashing the same data between the
     tests, which show how busy the machine was. `energy` says how energy was measured, or why not.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
-    """A chat that has ended; `conversation` is the number of its stored conversation."""
+    """A chat that has ended. `conversation`: id of the stored conversation, 0 if none was stored."""
 
     model: str
     conversation: int = 0

@@ -20,7 +20,10 @@ _WORDS = "words"
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
-    """A completion script, or completions: lines of a word, a tab, and the summary of the word."""
+    """A shell's completion script, or the completions of a word.
+
+    Each completion is a line of `text`: a word, a tab, and the summary of the word.
+    """
 
     shell: str
     text: str

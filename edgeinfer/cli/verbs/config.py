@@ -12,7 +12,10 @@ from edgeinfer.host import EngineHost
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):
-    """Every key with its value. Values of tool servers' variables and headers are hidden as secrets."""
+    """The configuration: every key with its value. `exists`: whether there is a file at `path`.
+
+    Values of tool servers' variables and headers are hidden as secrets.
+    """
 
     path: str
     exists: bool

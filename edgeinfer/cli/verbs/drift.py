@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class DriftResult(Result, frozen=True, kw_only=True):
-    """What changed, by model, between the weeks that end on `against` and `until` (ISO dates)."""
+    """Changes in the answers of each model, from the week that ends on `against` to that of `until`.
+
+    `against` and `until` are ISO dates.
+    """
 
     until: str
     against: str

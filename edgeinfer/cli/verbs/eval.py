@@ -129,7 +129,10 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def read_set(typed: str) -> tuple[str, list[Item]]:
-    """Return the name and the items of a set. Raises a UsageError that names the invalid line."""
+    """Return the name and the items of the set `typed`: a path, or `basics` for the built-in set.
+
+    Raises UsageError, which names an invalid line.
+    """
     shipped = paths.shipped_file(f"eval-{typed}.jsonl")
     path = shipped if re.fullmatch(r"\w+", typed) and shipped.is_file() else Path(typed)
     with path_errors(typed, "give a file of items, or `basics`, the built-in set"):

@@ -18,7 +18,7 @@ _ROWS = 25
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an answer passed its check.
+    """Whether an answer passed its item's check. `answer` is the text of the answer.
 
     `error` says why there is no verdict. `is_cut`: the answer reached the token limit. `logprobs` has
     the log-probability of each choice.

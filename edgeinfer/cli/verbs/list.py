@@ -44,7 +44,8 @@ class ListResult(Result, frozen=True, kw_only=True):
     """Models by name: first pulled ones, then those of external stores, then the rest of the catalogue.
 
     With `fits`, they are grouped by speed, on the CPU or on `gpus`. `busy`: the machine was busy while
-    speed was measured.
+    speed was measured. `unfinished`: size (bytes) of the downloaded part of each interrupted pull, by
+    model. `unusable`: models of other programs that cannot be used.
     """
 
     models: tuple[ModelRow, ...]

@@ -51,7 +51,10 @@ def _row(process: RunningLaunch) -> tuple[str, ...]:
 
 
 class PsUsageResult(Result, frozen=True, kw_only=True):
-    """Usage of each model on each of the last days, by all processes with this data folder."""
+    """Usage of each model on each of the last days, by all processes with this data folder.
+
+    `is_recorded` is False if the configuration turns the recording off (`drift.record`).
+    """
 
     days: tuple[DayOfUse, ...]
     is_recorded: bool

@@ -55,7 +55,7 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Result, frozen=True, kw_only=True):
-    """The answer. `human` returns "", because the text was printed while it streamed."""
+    """The answer to a prompt. `human` returns "", because the text was printed while it streamed."""
 
     model: str
     text: str

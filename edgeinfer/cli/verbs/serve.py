@@ -60,7 +60,10 @@ positive_s = shared.number_between(float, 0.001, 31_536_000)
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ServeResult:
-    """Serve until a signal, or until `--idle-exit` is over. Raises errors of `endpoint_setup.serve`."""
+    """Serve until a signal, or until no request has arrived for `--idle-exit` seconds.
+
+    Raises the errors of `endpoint_setup.serve`.
+    """
     from edgeinfer.cli.endpoint_setup import serve  # slow import: 240 ms
 
     outcome = serve(options, host)

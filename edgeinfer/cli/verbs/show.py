@@ -73,7 +73,7 @@ def attention_note(shape: Shape, devices: LayerPlan | None) -> str:
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that the model needs (bytes) with the context that the engine would choose, or `--ctx`.
+    """Memory that a model needs (bytes), with the context of `--ctx` or that of the engine's choice.
 
     `from_disk`: the weights do not fit, and `warning` estimates the speed. `devices` is None without
     GPUs; `attention` says why CUDA is slow with this model.
@@ -93,7 +93,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
-    """A model. `header`, `files` and `memory` are empty if it is not pulled. `notes` are problems."""
+    """A model. `notes` are its problems. If not pulled, `header`, `files` and `memory` are empty."""
 
     name: str
     title: str

@@ -36,7 +36,10 @@ from edgeinfer.units import format_bytes, format_duration
 
 
 class SnapshotsResult(Result, frozen=True, kw_only=True):
-    """All snapshots, with their state on this machine. `building` has the names of unfinished ones."""
+    """All snapshots, with their state on this machine. `building` names those that are being built.
+
+    `disk_bytes` is the size of all, `limit_bytes` its limit. `failures` are builds that failed.
+    """
 
     snapshots: tuple[ListedSnapshot, ...]
     disk_bytes: int
@@ -109,7 +112,8 @@ def _flag(field: str) -> str:
 class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
     """Snapshots whose files, and answers to test prompts, are the same as when they were built.
 
-    `stale` has a message for each snapshot that was not checked, because it cannot be resumed here.
+    `name` has their names, joined with commas. `stale` has a message for each snapshot that was not
+    checked, because it cannot be resumed here.
     """
 
     name: str

@@ -25,7 +25,11 @@ from edgeinfer.units import format_bytes
 
 
 class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
-    """An exported snapshot. `written_bytes` does not count layers that the destination had already."""
+    """An exported snapshot. `signer` is the fingerprint of the user's key, which signed it.
+
+    `digest` is the SHA-256 of the image's manifest. `layers_bytes` is the size of all layers,
+    `written_bytes` the size of those that the destination did not have already.
+    """
 
     name: str
     destination: str

@@ -20,7 +20,7 @@ GRACE_S = 35.0
 
 
 class StopResult(Result, frozen=True, kw_only=True):
-    """PIDs of ended processes; `killed` ones did not end after SIGTERM."""
+    """PIDs of ended processes: `stopped` ones ended after SIGTERM, `killed` ones only after SIGKILL."""
 
     stopped: tuple[int, ...]
     killed: tuple[int, ...]

@@ -13,7 +13,7 @@ from edgeinfer.host import EngineHost
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool. `asks` is False if the configuration allows calls without asking the user."""
+    """A tool. `asks`: its calls need the user's approval, or the configuration denies them."""
 
     name: str
     description: str
@@ -26,7 +26,7 @@ class ToolServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolsResult(Result, frozen=True, kw_only=True):
-    """All enabled servers. `notices` are about failed servers, and tools that have changed."""
+    """All enabled tool servers. `notices`: messages about failed servers and changed tools."""
 
     servers: tuple[ToolServer, ...]
     notices: tuple[str, ...] = ()

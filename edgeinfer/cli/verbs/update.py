@@ -15,7 +15,11 @@ from edgeinfer.host import EngineHost
 
 
 class UpdateResult(Result, frozen=True, kw_only=True):
-    """`before` is the running version; `version` the installed one, or with `--check` the newest."""
+    """An update. `before` is the version that runs this command.
+
+    `version` is the installed version, with `--check` the newest. `changed`: another version was
+    installed.
+    """
 
     before: str
     version: str

@@ -58,9 +58,10 @@ class Check(Verification, frozen=True, kw_only=True):
 
 
 class VerifyResult(Result, frozen=True, kw_only=True):
-    """The checks of a sample of `n_receipts`; `without_receipt` counts answers that have none.
+    """Result of `verify`. `checks`: a random sample of `n_receipts` receipts, and failures to read one.
 
-    `notes` name the unfinished last lines of a payload log's files; these lines are not answers.
+    `without_receipt` is the number of answers in a payload log that have no receipt. `notes` name the
+    unfinished last lines of a payload log's files; these lines are not answers.
     """
 
     checks: Sequence[Check]

@@ -96,7 +96,10 @@ _BULLETS = ("•", "◦", "▪")
 
 
 class BlockRenderer:
-    """Draws Markdown blocks as lines. The first code block gets the number `first_code`."""
+    """Draws Markdown blocks as lines of up to `width` cells.
+
+    Code blocks are numbered from `first_code`, for `/copy code N`.
+    """
 
     def __init__(self, width: int, first_code: int = 1) -> None:
         self.width = max(width, 10)
