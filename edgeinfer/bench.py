@@ -253,9 +253,10 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one server (`side`) in one test.
+    """The results of one server (`side`) in one `test`, such as `pp512`.
 
-    `beside` is the median of each round's ratio to the first server; None for that server itself.
+    `joules_per_token` is None if unknown. `beside` is the median of each round's ratio to the first
+    server; None for that server itself.
     """
 
     side: str
@@ -270,9 +271,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredServer:
-    """A server to measure. Requests have `key` as `prompt_cache_key`.
+    """A server to measure, and its properties, which `prepare` finds out.
 
-    By this key, the caller can later delete the prefixes that the server has cached.
+    Requests have `key` as `prompt_cache_key`. By this key, the caller can later delete the prefixes
+    that the server has cached.
     """
 
     def __init__(self, name: str, target: Target, key: str, meter: EnergyMeter | None = None) -> None:
@@ -287,9 +289,9 @@ class MeasuredServer:
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find out which of `_FORMS` the server accepts, and how many tokens a word has.
+        """Find out which path and fields the server accepts, and how many tokens a word has.
 
-        Raises ServeError if the server accepts none.
+        Later requests use the results. Raises ServeError if the server accepts no known form.
         """
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:

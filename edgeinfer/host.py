@@ -37,7 +37,7 @@ LoadProgress = Callable[[str, float | None], None]
 
 
 class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
-    """How this process started: resumed from a snapshot, or cold (`reason` says why).
+    """How this process started: resumed from the snapshot `snapshot`, or cold (`reason` says why).
 
     `stages_ms` has the time (ms) from exec at which each stage began: `launcher`, `restore`,
     `running` and `request` if there is a launcher; then `load` (an engine was requested) and
@@ -122,7 +122,7 @@ class EngineHost:
     def files(
         self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
     ) -> ModelFiles:
-        """Find the files of a model, and of its `draft` model (a name or the path of a GGUF).
+        """Find the files of a model, and of its `draft` model (name or path; "": the catalogue's).
 
         The first use of a file in another program's model store takes long, because the file is hashed;
         `progress` (by default, stderr) reports that stage.
@@ -190,7 +190,10 @@ class EngineHost:
         atexit.register(engine.store_blocks_before_exit)
 
     def record_drift(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
-        """Let daily counts of the engine's answers be recorded, unless the configuration forbids it."""
+        """Let the engine's requests and answers be counted by day, for `edgeinfer drift`.
+
+        Nothing is counted if the configuration or `options` forbid it.
+        """
         if options.is_counted and self.config.drift.record:
             from edgeinfer.usage.daily_counts import DriftRecorder, drift_path
 

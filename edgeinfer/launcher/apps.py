@@ -26,11 +26,11 @@ from edgeinfer.snapshot_format import storage
 
 
 class LaunchedApp:
-    """A running app with its supervisor and its link.
+    """A running app with its supervisor and its link, the socket between launcher and app.
 
     `fds` are the descriptors of the launch request. They stay open for a cold start after a failed
-    restore. `report` is the supervisor's last line as long as it is incomplete. `is_stopped` is True
-    while a signal such as SIGTSTP suspends the app.
+    restore. `report` has the first bytes of the supervisor's next line until that line is complete.
+    `is_stopped` is True while a signal such as SIGTSTP suspends the app.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Apps:
         return app
 
     def close_sent_descriptors(self, app: LaunchedApp) -> None:
-        """Close the sockets that were sent to a worker; those of a verb are needed for its restart."""
+        """Close the launcher's copies of a worker's sockets; a verb's stay open for its restart."""
         if app.request.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)

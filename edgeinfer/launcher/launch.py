@@ -35,7 +35,7 @@ _UNEXPECTED = 70
 
 
 class Launcher:
-    """One launch of a verb that loads a model."""
+    """The launcher of a verb: it starts the verb's app, answers its messages, and forwards signals."""
 
     def __init__(self, line: CommandLine, exec_ns: int, main_ns: int) -> None:
         self._line = line

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class LaunchChoice:
     """The model and the load options that a snapshot must have for this launch.
 
-    `options` has only values that differ from the default. `resume` is "auto", "always" or "never";
-    `snapshot` is the value of `--snapshot`, "" without it.
+    `options` has only values that differ from the default. `resume` is "auto", "always" (never
+    start cold) or "never"; `snapshot` is the value of `--snapshot`, "" without it.
     """
 
     def __init__(self, model: str, options: dict[str, str], resume: str, snapshot: str = "") -> None:
@@ -56,7 +56,8 @@ class LaunchChoice:
 def warm_flags(options: dict[str, str]) -> dict[str, str]:
     """Return flag → value for an `edgeinfer warm` that builds a snapshot with these `options`.
 
-    Options that are missing have their default. Their flags are left out unless config.toml sets them.
+    An option that `options` lacks has its default. The flag of such an option is returned only if
+    config.toml sets the option.
     """
     configured = read_config().get("load", {})
     rows = [row for row in LOAD_OPTIONS if row.field in options or row.key in configured]
@@ -69,7 +70,7 @@ def _warm_command(model: str, options: dict[str, str], name: str = "") -> str:
 
 
 def launch_choice(line: CommandLine) -> LaunchChoice:
-    """Return the choice for a command line, with config.toml's values; leave out invalid options."""
+    """Return the choice in a command line and config.toml; options with invalid values are left out."""
     config = read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})

@@ -57,7 +57,7 @@ class Terminal:
             return False
 
     def dismiss_guard(self) -> None:
-        """End the child that `watch` forked, so that it leaves the terminal as it is."""
+        """End the child that `watch` forked, without restoring the terminal."""
         process.quietly(os.write, self._guard, b".")
 
     def restore(self) -> None:

@@ -72,8 +72,8 @@ def pull_adapter(
 ) -> PulledAdapter:
     """Fetch the PEFT adapter `text` (a folder or a source), convert it for the model `base`, store it.
 
-    Raises ConversionError if the adapter cannot be converted for `base`, and the errors of `pull` and
-    `ModelRef.files`.
+    The adapter is stored as `options.name`; None makes a name from `text`. Raises ConversionError if
+    the adapter cannot be converted for `base`, and the errors of `pull` and `ModelRef.files`.
     """
     from edgeinfer.models.converting.fetched import link_files
     from edgeinfer.models.converting.lora import convert_adapter  # slow import: 150 ms

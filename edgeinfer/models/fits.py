@@ -74,8 +74,9 @@ _RATES = CacheTable("memory-rate.json", dict[str, Rate])
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """How well a model runs on this machine: a group for `list`, and the estimated speed.
 
-    `tokens_per_s` is for one stream with a short context; `why` explains the group. Other programs
-    count only in `shortage` (they use too much memory now) and `busy` (they slowed the measurement).
+    `tokens_per_s` is for one stream with a short context; `why` explains the group. If other
+    programs use too much memory now, `shortage` says what is needed and what is free; otherwise it is
+    "". `busy`: other programs may have slowed the measurement.
     """
 
     group: Group
@@ -87,7 +88,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstRunChoice(msgspec.Struct, frozen=True):
-    """A model that a first run offers, and its estimated speed."""
+    """A model that a first run offers as `role`: its advantage (`why`), and its estimated speed."""
 
     role: Role
     why: str
@@ -109,7 +110,7 @@ def needed_bytes(size_bytes: int) -> int:
 
 
 class Estimator:
-    """Estimates models for this machine. The machine is measured when the estimator is created."""
+    """Estimates the speed of models on this machine, which is measured when an estimator is created."""
 
     def __init__(self) -> None:
         self.catalog = load_catalog()
@@ -119,7 +120,7 @@ class Estimator:
         self.pulled_bytes = {model.name: model.size_bytes for model in list_pulled()}
 
     def fit(self, model: ModelSummary) -> Fit:
-        """Estimate a model of known size; its draft model counts if it is pulled."""
+        """Estimate how a model of known size runs, with its draft model if that is pulled."""
         entry = self.catalog.get(model.name)
         return fit(
             model.size_bytes,
@@ -145,7 +146,7 @@ def fit(
     card_bytes: int = 0,
     draft_bytes: int = 0,
 ) -> Fit:
-    """Estimate a model with a file of `size_bytes` and a draft model of `draft_bytes`.
+    """Estimate how a model with a file of `size_bytes` runs, with a draft model of `draft_bytes`.
 
     `purpose` is that of `ModelSummary`; `rate` is the rate at which the machine reads memory.
     A token reads `active_share` of the weights (1.0 unless it is a mixture of experts). `card_bytes` is
@@ -194,7 +195,7 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
 
 @cache
 def disk_rate() -> Rate:
-    """Return the disk's highest rate, measured for 0.4 s on pulled models; 0.0 if there are none."""
+    """Return the highest rate of reading pulled models, measured for 0.4 s; 0.0 without such models."""
     devices: dict[Path, int] = {}
     for path in (path for model in list_pulled() for path in model.paths):
         with suppress(OSError):  # the file is missing, or in a folder that the user may not open
@@ -237,6 +238,7 @@ def active_share(model: Model | None, name: str, parameters: str) -> float:
     """Return the share of the weights that a token reads: less than 1 for a mixture of experts.
 
     The active parameters are those in the entry `model`, otherwise those in the name (`…-a3b`).
+    `parameters` is the number of all, such as "30B"; if it is unknown, 1.0 is returned.
     """
     total = parameter_count(parameters)
     match = _ACTIVE.search(name.lower())
@@ -290,7 +292,7 @@ def header_plan(
 
 
 def refuse_unfit_draft(files: ModelFiles) -> None:
-    """Raise ModelLoadError if the headers show that the draft model cannot draft for the model."""
+    """Raise ModelLoadError if headers show that the draft model cannot draft tokens for the model."""
     paths = (files.draft_paths[0], files.paths[0])
     headers = [gguf.read_model_header(path, vocabulary=False) for path in paths]
     if problem := draft_problem(*(header_shape([header]) for header in headers)):

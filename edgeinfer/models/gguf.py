@@ -66,7 +66,7 @@ FILE_TYPES: dict[int, str] = {
 
 
 def file_type(name: str) -> int | None:
-    """Return the llama_ftype of a name such as "q4_k_m", in any letter case; None if unknown."""
+    """Return llama.cpp's number (llama_ftype) of a type such as "q4_k_m" or "Q8_0"; None if unknown."""
     upper = name.upper()
     return next((number for number, type_name in FILE_TYPES.items() if type_name == upper), None)
 
@@ -220,7 +220,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str:
-        """Name of the quantization in `general.file_type`; without this key, the type of most bytes."""
+        """Quantization in `general.file_type`; without this key, the tensor type with most bytes."""
         if named := FILE_TYPES.get(self.number("general.file_type", -1)):
             return named
         bytes_of: Counter[str] = Counter()
@@ -289,7 +289,7 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
 
 
 def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
-    """Raise InvalidGgufError if a split file is not the part `index` (from 0) of `count`."""
+    """Raise InvalidGgufError if the split file `name` is not the part `index` (from 0) of `count`."""
     i, n = header.split
     if n > 1 and header.split != (index, count):
         problem = f"{name}: part {i + 1} of {n} in its header, {index + 1} of {count} in its name"

@@ -18,9 +18,10 @@ from edgeinfer.units import format_parameters
 
 
 class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in a list. `size_bytes` is 0 if unknown.
+    """What a list shows of a model: a pulled one, one of another program, or one of the catalogue.
 
-    `store` is the program whose file it is ("" for edgeinfer). `can_see` models accept pictures.
+    `store` is that program ("" for edgeinfer). `pulled` is False if the files are not on this machine.
+    `size_bytes` is 0 if unknown. `can_see` models accept pictures.
     """
 
     name: str
@@ -52,7 +53,10 @@ Listed = tuple[ModelSummary | UnusableModel, Sequence[str | Path]]
 
 
 def every_model(catalog: Catalog) -> Iterator[Listed]:
-    """Yield the pulled models, other programs' models, then catalogue entries that are not pulled."""
+    """Yield the pulled models, other programs' models, then catalogue entries that are not pulled.
+
+    Each comes with the paths of its files on this machine.
+    """
     pulled = list_pulled()
     for model in pulled:
         yield _of_pulled(model, catalog.get(model.base) or model.entry_by_header()), model.paths

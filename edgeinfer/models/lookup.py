@@ -25,7 +25,7 @@ _LEAST_LIKENESS = 0.7
 
 
 class NamedModel(Protocol):
-    """A model of this machine. `find` prefers a model's `name` to any model's `other_names`."""
+    """A model that users can name. `find` prefers a model's `name` to any model's `other_names`."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +64,10 @@ def spellings(text: str) -> Iterator[str]:
 
 
 def did_you_mean(names: Sequence[str], models: Collection[NamedModel]) -> str:
-    """Return `did you mean A or B (not pulled)? ` if `models` has A but not B; "" without names."""
+    """Return the question `did you mean A or B (not pulled)? ` for the names A and B; "" without names.
+
+    Each name that is not one of `models` is marked "(not pulled)".
+    """
     marked = (name if find(name, models) else f"{name} (not pulled)" for name in names)
     return f"did you mean {' or '.join(marked)}? " if names else ""
 
@@ -73,8 +76,8 @@ def similar_names(text: str, catalog: Iterable[str], local_names: Iterable[str] 
     """Return up to three names for which `text` may be a misspelling, the likeliest first.
 
     Only letters and digits are compared: Ollama's `qwen3:4b` is like `qwen3-4b`. A quantization at the
-    end of `text` is not compared, but added to the catalogue's names. Of two equally similar names, a
-    local one comes first.
+    end of `text` is not compared, but appended to the names from the catalogue. Of two equally
+    similar names, a local one comes first.
     """
     from difflib import get_close_matches  # slow import (5 ms), needed only after a mistake
 

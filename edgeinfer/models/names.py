@@ -94,7 +94,7 @@ def sanitize_file_name(text: str) -> str:
 
 
 def path_hint(text: str) -> str | None:
-    """Return a hint if `text`, which was taken for a name, is a file in the current folder."""
+    """Return a hint if `text`, which was taken for a name, is a file in this folder; otherwise None."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None
 
 
@@ -125,7 +125,7 @@ def split_names(file_name: str) -> list[str]:
 
 
 def combined_digest(digests: Sequence[str]) -> str:
-    """Return the SHA-256 of a model's file; of a split model, the hash of its parts' `digests`."""
+    """Return a model's digest: that of its only file, or the SHA-256 of its parts' joined `digests`."""
     if len(digests) == 1:
         return digests[0]
     import hashlib  # slow import (3 ms), needed only for split models

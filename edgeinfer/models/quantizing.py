@@ -33,8 +33,9 @@ from edgeinfer.platform.process import child_command, describe_exit, start_child
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `quantize`: the result's `name`, and the path of an importance matrix (`imatrix`).
 
-    With `keep`, a result that is already stored is not made again. With `perplexity`, the result is
-    scored on a text, of which `score_tokens` are used (0: all).
+    With `name` None, the result is named after the pulled source and its new type. With `keep`, a
+    result that is already stored is not made again. With `perplexity`, the result is scored on a text,
+    of which `score_tokens` are used (0: all).
     """
 
     name: str | None = None
@@ -204,7 +205,7 @@ Span = tuple[str, int, int, int, int]
 
 
 def imatrix_spans(path: Path) -> list[Span]:
-    """Return where the sums and counts of an importance matrix are. Raises InvalidGgufError."""
+    """Return the positions of sums and counts in an importance matrix. Raises InvalidGgufError."""
     header = gguf.read_header(path)
     tensors = {tensor.name: tensor for tensor in header.tensors}
     spans = [

@@ -21,7 +21,7 @@ from edgeinfer.platform.disk import bytes_below, size_or_zero
 class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that was removed. `left_in_place` are files outside the store, which stay.
 
-    `forgot_pins`: the SHA-256 values of its first pull were removed, too.
+    `forgot_pins`: the SHA-256 values that a later pull would have to match were removed, too.
     """
 
     name: str
@@ -31,10 +31,11 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, PulledModel | None]:
-    """Return the reference in `text`, and the pulled model; None for an unfinished pull or an adapter.
+    """Return the reference in `text`, and the pulled model; None stands for anything else to remove.
 
-    With `forget`, a removed model is found, too, if SHA-256 values of its first pull are stored. Raises
-    UnknownModelError, ModelNotPulledError, and UsageError for a file or another program's model.
+    That is an unfinished pull, an adapter, a model with a damaged record or, with `forget`, a
+    removed model if SHA-256 values of its first pull are stored. Raises UnknownModelError,
+    ModelNotPulledError, and UsageError for a file or another program's model.
     """
     try:
         model = resolve(text)

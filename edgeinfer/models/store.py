@@ -218,7 +218,7 @@ def publish(
     """Move verified files into the store as the model `ref`, replacing an earlier one.
 
     `base` and `source` are those of the returned record. `requantized_from` is the type before a
-    quantization here, otherwise "".
+    quantization here, otherwise "". `projector` is None for a model without one.
     """
     folder = names.pulled_folder(ref)
     paths.make_folder(folder)
@@ -264,7 +264,7 @@ def _place(file: FetchedFile, folder: Path) -> PulledFile:
 
 
 def unfinished_pulls() -> dict[str, int]:
-    """Return model name → size (bytes) of the pulls that were interrupted."""
+    """Return model name → size (bytes) of the files that an interrupted pull has left."""
     sizes = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
         size = 0 if disk.is_locked(_lock_path(folder.name)) else disk.bytes_below(folder)

@@ -277,7 +277,7 @@ class CacheTable(Generic[T]):
             return {}
 
     def put(self, key: str, value: T) -> None:
-        """Store a value as the newest; ignore errors of the disk."""
+        """Store a value as the newest; beyond `MOST_ENTRIES`, drop the oldest. Ignore disk errors."""
         import msgspec
 
         table = self.read()

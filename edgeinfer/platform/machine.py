@@ -65,7 +65,7 @@ class Machine(Processors):
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Speed of memory or disk, measured with `threads` threads. `busy` is the result of `is_busy`."""
+    """A speed of memory or disk, measured by `threads` threads; maybe too low if CPUs were `busy`."""
 
     bytes_per_s: float
     threads: int
@@ -100,7 +100,7 @@ def read_memory(root: Path = _ROOT) -> Memory:
 
 
 def read_gpus() -> tuple[str, ...]:
-    """Return which of "AMD", "Intel" and "NVIDIA" have a GPU on the PCI bus."""
+    """Return the makers of the GPUs on the PCI bus: "AMD", "Intel", "NVIDIA"; others are left out."""
     vendors = set()
     for folder in Path("/sys/bus/pci/devices").glob("*"):
         if read_text(folder / "class").startswith("0x03"):

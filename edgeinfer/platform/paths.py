@@ -66,7 +66,10 @@ def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def shared_with(environment: Mapping[str, str]) -> bool:
-    """Return whether a process with these environment variables uses a folder of this process."""
+    """Return whether a process with these environment variables shares a folder with this process.
+
+    The folders are those that `base` returns.
+    """
     return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 
@@ -187,7 +190,7 @@ def make_folder(path: Path) -> None:
 
 
 def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
-    """Check that only this user can access a file or folder; return its `os.lstat`.
+    """Check that only this user can access a file or, with `directory`, a folder; return `os.lstat`.
 
     Raises SnapshotMissingError if the path cannot be read, SnapshotUnsafeError for a symlink, another
     owner, or a mode that gives other users access.

@@ -178,7 +178,7 @@ def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
 
 
 class SignalHandlers:
-    """Installs signal handlers for a `with` block if the block runs in the main thread."""
+    """Installs signal handlers during a `with` block; does nothing outside the main thread."""
 
     def __init__(self, handlers: Mapping[signal.Signals, Any]) -> None:
         self._handlers = handlers

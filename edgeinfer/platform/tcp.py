@@ -32,7 +32,7 @@ _kernel: socket.socket | None = None
 
 
 def use_netlink_socket(kernel: socket.socket) -> None:
-    """Use the netlink socket `kernel` for all later look-ups.
+    """Use the netlink socket `kernel` for later look-ups of connections' and listeners' users.
 
     A resumed process needs a socket that the launcher has created: the kernel reports user ids as in
     the user namespace of the socket's creator. In that of the process, every other user is 65534.

@@ -44,7 +44,7 @@ MAX_INDEX_BYTES = 8 << 20
 
 
 class PayloadEntry(NamedTuple):
-    """A file of the payload. Its content is in block number `block`, after that of earlier entries."""
+    """A file of the payload. Its content is in block number `block`, after that of earlier files."""
 
     path: str
     mode: int

@@ -93,7 +93,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/
 
 
 class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """URL of the releases, and the public keys (64 hexadecimal digits) that may sign them."""
+    """URL of the releases ("" for none), and the public keys (64 hex digits) that may sign them."""
 
     url: str = ""
     keys: tuple[str, ...] = ()
@@ -148,7 +148,8 @@ def own_program(*, replaces: bool = True) -> Path:
 def refuse_unless_ours(program: Path, app: str) -> None:
     """Raise ShippingError unless this user owns `program` and it contains the application `app`.
 
-    `app` is the name of the running version's folder. If `program` has another, it was replaced.
+    `app` is the name of the running version's folder. If `program` contains another application, the
+    file was replaced after this process had started.
     """
     owner = program.stat().st_uid
     if owner != os.geteuid():

@@ -43,7 +43,10 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depends_on(self) -> str:
-        """SHA-256 (hex) of program, machine, files and options. Raises OSError if a file is missing."""
+        """SHA-256 (hex) of program, machine, files, options and system prompt.
+
+        Raises OSError if a file is missing.
+        """
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
         inputs = (self.files, snapshot_options(self.options), self.system, _without_digests(adapters))
         stamps = fingerprint.package_stamps()
@@ -70,7 +73,8 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
     """The model and options in a running process, which publishes them for `ps` and `snapshots take`.
 
     `program` identifies the process's installation (`fingerprint.program_tag`), `snapshot` the snapshot
-    that it was resumed from ("" after a cold start), `url` its endpoint ("" if it has none).
+    that it was resumed from ("" after a cold start), `url` its endpoint ("" if it has none). A
+    worker (`is_worker`) computes for another process of its launch.
     """
 
     program: str

@@ -222,7 +222,7 @@ def drop_older(root: Path, name: str) -> None:
 
 
 def by_last_use(root: Path) -> list[Path]:
-    """List all snapshots in the order in which they are removed.
+    """List all snapshots in the order in which `make_room` removes them.
 
     Unusable ones come first, then unnamed ones, then ones that a user named; in each group, the least
     recently used first.
@@ -286,7 +286,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def killed_error(process_name: str) -> OutOfMemoryError:
-    """Make the error for a process that ended by SIGKILL; `process_name` is its name in the message."""
+    """Make the error for a process that was killed by SIGKILL, probably because memory was short.
+
+    `process_name` is its name in the message.
+    """
     return OutOfMemoryError(f"{process_name} was killed; the kernel does that when memory is short")
 
 

@@ -55,7 +55,8 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
     """List this user's launches and builds, oldest first.
 
-    Processes that use none of this process's folders are included only with `everywhere`.
+    Processes that share no folder (config, data, cache, state) with this process are included only with
+    `everywhere`.
     """
     parents, mine = _parents(), os.getpid()
     launches = []
@@ -110,7 +111,10 @@ def has_loaded(pid: int, model: str) -> bool:
 
 
 def shares_folders(pid: int) -> bool:
-    """Return whether process `pid` uses one of this process's folders; True if /proc does not tell."""
+    """Return whether process `pid` shares a folder (config, data, cache, state) with this process.
+
+    True if /proc does not tell.
+    """
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

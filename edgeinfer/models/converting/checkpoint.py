@@ -202,7 +202,7 @@ class ModelCheckpoint:
 
     @property
     def native_type(self) -> str:
-        """BF16 if most of the weights are BF16, otherwise F16."""
+        """GGUF type unless the user chooses one: BF16 if most weights are BF16, otherwise F16."""
         bytes_of: Counter[str] = Counter()
         for file in set(self.home.values()):
             for tensor in file.tensors.values():

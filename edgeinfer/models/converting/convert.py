@@ -41,7 +41,8 @@ VISION = (
 class PlannedTensor(msgspec.Struct, frozen=True):
     """A tensor of the GGUF, computed from the checkpoint's tensor `source`.
 
-    `exact` tensors are stored as float32 in every file type. `shape` begins with the slowest dimension.
+    `transform` changes its values; None leaves them as they are. `exact` tensors are stored as float32
+    in every file type. `shape` begins with the slowest dimension.
     """
 
     name: str
@@ -78,7 +79,7 @@ def tensor_names(family: Family, n_layer: int) -> gguf.TensorNameMap:
 
 
 def text_model_name(name: str) -> str:
-    """Return a tensor's name in a text model, without prefixes such as `language_model.`."""
+    """Return the tensor's name in a model without vision: `language_model.model.x` → `model.x`."""
     for prefix, plain in (
         ("model.language_model.", "model."),
         ("model.text_model.", "model."),
@@ -91,7 +92,7 @@ def text_model_name(name: str) -> str:
 
 
 def find_transform(family: Family, name: str) -> Transform | None:
-    """Return the function that converts the values of the GGUF tensor `name`; None if there is none."""
+    """Return the function that changes the values of the GGUF tensor `name`; None if they stay."""
     transforms = family.transforms.items()
     return next((transform for suffix, transform in transforms if _has_suffix(name, suffix)), None)
 

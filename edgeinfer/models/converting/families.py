@@ -87,7 +87,10 @@ def attention_heads(config: Values) -> Heads:
 
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:
-    """Return GGUF key → value; keys lack the architecture's prefix. Raises ConversionError."""
+    """Return GGUF metadata made from config.json, by key; the keys lack the architecture's prefix.
+
+    Raises ConversionError.
+    """
     heads = attention_heads(config)
     required_number(config, "context_length")
     keys: dict[str, Any] = {}
@@ -184,10 +187,11 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 class Family(msgspec.Struct, frozen=True):
     """A family of models that can be converted.
 
-    `arch` is llama.cpp's name, `checkpoints` are values of `architectures` in config.json. llama.cpp
-    supports only `activations`. A transform applies to GGUF tensors whose names end in its key.
-    `needs` maps a key of config.json to the values that llama.cpp supports. `extra` computes more GGUF
-    keys. `defaults` are used for keys that are missing in config.json.
+    `arch` is llama.cpp's name, `checkpoints` are values of `architectures` in config.json.
+    `activations` are those that llama.cpp supports for the family. A transform changes the values of
+    GGUF tensors whose names end in its key. `needs` maps a key of config.json to the values that
+    llama.cpp supports. `extra` computes more GGUF keys. `defaults` are used for keys that are missing
+    in config.json.
     """
 
     title: str

@@ -110,7 +110,7 @@ class Vocabulary:
         self.scores = [-1000.0] * size
 
     def set_token(self, index: int, token: str, kind: TokenType, score: float = -1000.0) -> None:
-        """Set the token with this id. Raises ConversionError if the id is out of range."""
+        """Set the token with the id `index`. Raises ConversionError if the id is out of range."""
         if not 0 <= index < len(self.tokens):
             bound = f"config.json says {len(self.tokens)} tokens"
             raise ConversionError(f"tokenizer.json gives {token!r} the id {index}, but {bound}")
@@ -120,7 +120,10 @@ class Vocabulary:
 
 
 def metadata(folder: Path, n_vocab: int) -> Values:
-    """Return the GGUF keys under `tokenizer.` for a checkpoint. Raises ConversionError."""
+    """Return a checkpoint's GGUF metadata under `tokenizer.`, by key; the keys lack this prefix.
+
+    `n_vocab` is the number of tokens in config.json. Raises ConversionError.
+    """
     tokenizer = read_json(folder / "tokenizer.json")
     if not isinstance(tokenizer.get("model"), dict):
         hint = "create it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"

@@ -29,10 +29,11 @@ class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of another program. `name` is how edgeinfer calls it.
+    """A model of another program (`store`). `name` is its name in edgeinfer.
 
-    If it cannot be used, `problem` says why and `fix` what to do. `layers` are Ollama's further files
-    by kind (`template`, `params`, `system`, …). One of `projectors` may fit the model.
+    If the model cannot be used, `problem` says why and `fix` what to do; otherwise both are "".
+    `modified_s` is Unix time. `layers` maps the kinds of Ollama's further files (`template`, `params`,
+    `system`, …) to their paths. One of `projectors` may fit the model.
     """
 
     name: str
@@ -96,7 +97,7 @@ MAX_TEXT_BYTES = 1 << 20
 
 
 class UnusableError(Exception):
-    """Raised for an unusable model or an unreadable folder. A search continues with the next."""
+    """A model is unusable, or a folder is unreadable. A search then continues with the next one."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -105,7 +106,7 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """Another program's store. Its models' names begin with `prefix`.
+    """The model store of another program, `name`. In edgeinfer, its models' names begin with `prefix`.
 
     `fix` is the hint for an unusable model. In it, "{}" stands for the model's name without `prefix`.
     """
@@ -123,7 +124,10 @@ class ExternalStore(ABC):
         """Yield every model below `root`, a path without symlinks. Raises UnusableError."""
 
     def unusable(self, name: str, error: UnusableError) -> ExternalModel:
-        """Return the entry of a model that `error` makes unusable, with a hint."""
+        """Return the unusable model `name` with the message and the hint of `error`.
+
+        If the error has no hint, that of the store (`fix`) is used.
+        """
         fix = error.hint or self.fix.replace("{}", name.removeprefix(self.prefix))
         return ExternalModel(name=name, store=self.name, problem=error.message, fix=fix)
 

@@ -79,7 +79,8 @@ def usable() -> list[ExternalModel]:
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
     """Return the headers of a model's files.
 
-    Raises ModelNotPulledError if the model has a `problem`, InvalidGgufError if a header is invalid.
+    Raises ModelNotPulledError if the model has a `problem`, InvalidGgufError if a header is invalid or,
+    with `vocabulary`, lists two equal tokens.
     """
     if model.problem:
         problem = f"{model.name} can't be used: {model.problem}"
@@ -96,7 +97,7 @@ def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
-    """Return a model's files after checking their headers and comparing their digests.
+    """Return a model's files, after checking their headers, and their SHA-256 against their names.
 
     Raises what `headers` raises, ModelNotPulledError for an unreadable file, ChecksumError.
     """

@@ -32,7 +32,8 @@ PART = ".part"
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
     """A file on a server. `origin` is its name in errors. A size of 0 and the SHA-256 "" are unknown.
 
-    `headers` are not sent to another host after a redirect. `login` is the hint if access is refused.
+    `headers` are not sent to another host after a redirect. `login` is the hint if access is refused;
+    None stands for a general one.
     """
 
     url: str

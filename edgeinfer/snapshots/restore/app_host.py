@@ -87,7 +87,8 @@ class LoadedModel:
     def serves(self, model: str, options: LoadOptions, *, is_named: bool = False) -> bool:
         """Return whether the engine has this model and these options.
 
-        If the launch names the snapshot (`is_named`), only options that are not default are compared.
+        If the launch names the snapshot (`is_named`), only the launch's options that differ from the
+        default are compared.
         """
         if not self.is_open or model != self.model:
             return False
@@ -107,7 +108,7 @@ class LoadedModel:
         return self.engine
 
     def resume(self, entropy: bytes) -> None:
-        """Start the engine's threads again, one for each core, and read uncached weights ahead.
+        """Start the engine's threads again, one for each core, and a prefetch of weights from the disk.
 
         The random bytes `entropy` seed the samplers.
         """
@@ -219,7 +220,8 @@ class AppHost(EngineHost):
     def config(self) -> Config:
         """The user's configuration. Raises ConfigError.
 
-        If the launch named a snapshot, that snapshot's model is the default, and `[load]` is ignored.
+        If the launch named a snapshot, that snapshot's model is the default, and the table `[load]` is
+        ignored.
         """
         config = super().config
         if self._named:
@@ -236,7 +238,8 @@ class AppHost(EngineHost):
     ) -> ModelFiles:
         """Return the files of a model. Raises the errors of `EngineHost.files`.
 
-        The resumed model's files are not checked again, because the launcher has compared them.
+        The resumed model's files are not checked again, because the launcher has compared them with the
+        snapshot's manifest.
         """
         if self._loaded is not None and model == self.loaded_model:
             return self._loaded.description.files
@@ -354,7 +357,7 @@ class AppHost(EngineHost):
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Let the launcher run `snapshots take` for this process, and wait for the end.
+        """Let the launcher run `snapshots take` for this process, and return the result at its end.
 
         Raises the error that the command prints, DumpError if it ends without one.
         """

@@ -75,7 +75,10 @@ class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """How to build the snapshot: model, load options, system prompt and files."""
+    """How to build the snapshot: model, load options (`requested`), system prompt and files.
+
+    `requested` maps fields of LoadOptions to texts. `format` is the version of this description.
+    """
 
     format: int = FORMAT
     name: Name

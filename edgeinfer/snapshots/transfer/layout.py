@@ -41,7 +41,7 @@ class Layout:
         self.folder = folder
 
     def manifest_content(self) -> bytes:
-        """Return the manifest, whose digest is compared with the index.
+        """Return the manifest, after comparing its digest with that in index.json.
 
         Raises SnapshotMissingError if there is no index, SnapshotCorruptError if a file is invalid.
         """
