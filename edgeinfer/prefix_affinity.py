@@ -11,7 +11,7 @@ from typing import Any
 _STRIDE = 1024
 #: Maximum number of hashes of a prompt. Together, they cover its first 256 * 1,024 characters.
 _MAX_HASHES = 256
-#: Maximum number of hashes in the map (about 30 MB).
+#: Maximum number of hashes of which the replica is remembered (about 30 MB).
 _MAX_ENTRIES = 200_000
 
 

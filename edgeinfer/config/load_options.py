@@ -266,6 +266,6 @@ def _is_same(field: str, value: str, other: str) -> bool:
 
 
 def refuse_out_of_range(options: object) -> None:
-    """Raise ValueError for the first of `options` that is out of range."""
+    """Raise ValueError for the first field of `options` out of its range in `LOAD_OPTIONS`."""
     for option in LOAD_OPTIONS:
         option.parse(str(getattr(options, option.field)))

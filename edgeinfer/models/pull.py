@@ -52,7 +52,9 @@ def pull(
     cancel: threading.Event | None = None,
     options: PullOptions | None = None,
 ) -> PulledModel:
-    """Fetch and store the model `text`, unless it is stored already; return its record.
+    """Fetch and store a model, unless it is stored already; return its record.
+
+    `text` is a name, a file, or a source such as `hf:ORG/REPOSITORY` or a URL.
 
     If the catalogue lacks the name `text`, but a pulled model has it, that model's source is used.
     Raises UsageError, UnknownModelError, ModelBusyError, OfflineError, DownloadError and its

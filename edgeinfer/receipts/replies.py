@@ -267,7 +267,9 @@ def _is_in_order(documents: list[Any]) -> bool:
     for document in documents:
         event, kind = as_type(dict, document), _type_of(document)
         index = event.get("index" if kind.startswith("content_block") else "output_index")
-        name = _type_of(event.get("delta")) or kind.removeprefix("response.").partition(".")[0]
+        name = kind.removeprefix("response.").partition(".")[0]
+        if kind == "content_block_delta":
+            name = _type_of(event.get("delta"))
         if begins := kind in ("content_block_start", "response.output_item.added"):
             block = as_type(dict, event.get("content_block") or event.get("item"))
             item_id, name = block.get("id"), _type_of(block)

@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 _INDICES = range(1 << 16)
 _PARTS_OF_ANSWERS = tuple(Part)[:7]
 #: Types of values that are refused in a field that is not a part of an answer.
-_REFUSED_TYPES = {Part.SCALAR: (dict, list), Part.NUMBERS: (str,), Part.ANY: ()}
+_REFUSED_TYPES = {Part.SCALAR: (dict, list), Part.ANY: ()}
 
 
 #: Fields passed to `_fields` by name whose values need not be scalars → what the values may be.
@@ -261,9 +261,8 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
         case Part.END if not isinstance(node, dict | list):
             if node:
                 yield spot.piece(shape, "")
-        case Part.NUMBERS if isinstance(node, dict | list):
-            for child in node.values() if isinstance(node, dict) else node:
-                yield from _pieces(shape, child, spot)
+        case Part.NUMBERS if not _has_string(node):
+            pass
         case Part.EMPTY if not node:
             pass
         case Part() if shape in _REFUSED_TYPES and not isinstance(node, _REFUSED_TYPES[shape]):
@@ -296,6 +295,14 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
                 yield from _pieces(shape.get(key, Part.UNKNOWN), node[key], spot.field(key))
         case _:
             yield spot.piece(Part.UNKNOWN, spot.path)
+
+
+def _has_string(node: Any) -> bool:
+    nodes = [node]
+    for value in nodes:  # not recursive: a forger may nest lists deeply
+        if isinstance(value, dict | list):
+            nodes += value.values() if isinstance(value, dict) else value
+    return any(isinstance(value, str) for value in nodes)
 
 
 def _numbers(shape: Any) -> list[str]:

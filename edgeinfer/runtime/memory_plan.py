@@ -126,7 +126,11 @@ def choose_context(n_ctx: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Choose how many cells the KV cache has. A cell takes memory when it is first used."""
+    """Choose how many cells (tokens) all sequences share: at least one full context of `n_ctx`.
+
+    More are chosen for parallel sequences, up to half of `free_bytes`: a cell takes memory when it is
+    first used.
+    """
     n_cells = n_parallel * _CELLS_PER_SEQUENCE
     fits = free_bytes // 2 // max(1, kv_bytes_per_token)
     if n_cells <= n_ctx or fits <= n_ctx:

@@ -15,7 +15,7 @@ import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 m
 import os
 import sys
 
-from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
+from edgeinfer.errors import SnapshotMissingError, SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import linux, paths
 from edgeinfer.snapshot_format.storage import Manifest
 
@@ -113,7 +113,10 @@ def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
 
 
 def probe() -> Probe:
-    """Find a CRIU that is new enough, and the first tier that works. Runs programs: 10 to 100 ms."""
+    """Find a CRIU that is new enough, and the tier (kind of privileges) with which it works.
+
+    Runs programs, which takes 10 to 100 ms.
+    """
     if sys.platform != "linux":
         return Probe(None, "snapshots need Linux")
     if os.uname().machine not in ("x86_64", "aarch64"):
@@ -206,7 +209,7 @@ def work_dir() -> str:
             os.makedirs(path, 0o700, exist_ok=True)
             paths.refuse_unsafe(path, directory=True)
             return path
-        except (OSError, SnapshotUnsafeError) as error:
+        except (OSError, SnapshotMissingError, SnapshotUnsafeError) as error:
             refused.append(str(error))
     problem = f"CRIU has no safe folder for its cache: {'; '.join(refused)}"
     raise SnapshotUnsafeError(problem, hint="remove one of these folders")

@@ -26,7 +26,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def call_id(*, short: bool = False) -> str:
-    """Make a unique tool-call id: `call_` and 24 letters and digits, or only nine for Mistral."""
+    """Make a unique tool-call id: `call_` and 24 letters and digits; if `short`, nine of these."""
     drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
     return drawn[:9] if short else f"call_{drawn}"
 

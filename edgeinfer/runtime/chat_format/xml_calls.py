@@ -224,7 +224,7 @@ class _Value:
         self._kinds, self._is_json = kinds, is_json
         #: Offset after each unclosed `<parameter=` inside the value.
         self.openers: list[int] = []
-        #: Each possible end of the value: offset, number of `openers` there, tag.
+        #: Each closing tag that may end the value: offset, number of `openers` there, and the tag.
         self.ends: list[tuple[int, int, str]] = []
         self._n_sent = 0
         #: Quote around the value in JSON; "" if the value is not a string, None while that is unknown.

@@ -243,7 +243,7 @@ _LONG_BLOCK_TOKENS = 2048
 
 
 def model_block_tokens(loaded: LlamaModel) -> int:
-    """Return the tokens per block: 2,048 with a large recurrent state, otherwise up to 256."""
+    """Return the tokens per KV block: 2,048 with the large states of Mamba or RWKV, else up to 256."""
     has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
 

@@ -136,8 +136,10 @@ class DraftBudget:
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
         self._row_cost, self._rows = curve.cost, float(rows)
-        #: Cost of the step and its drafts so far, in steps of one row.
-        self.cost, self._expected = curve.cost(n_sequences), float(n_sequences)
+        #: Cost of the step with its drafts so far; the unit is the cost of a step with one row.
+        self.cost = curve.cost(n_sequences)
+        #: Number of tokens that the step is expected to give.
+        self._expected = float(n_sequences)
         #: Time (s) of a step with one row; 0 before the first measurement.
         self.row_s = curve.seconds(n_sequences, 1) or 0.0
         #: Lowest cost per row if the step gets 1 to MAX_DRAFT more rows; None until it is computed.

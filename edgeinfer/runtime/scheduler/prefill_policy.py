@@ -101,7 +101,7 @@ class DecodeBudget:
         self._delayed_since = 0.0
 
     def charge_last_step(self) -> None:
-        """If `grant_step` granted the last step, add that step's time to the sequence's `delayed_s`."""
+        """Add the last step's time to `delayed_s` of the sequence whose prefill it delayed, if any."""
         if self._delayed is not None:
             self._delayed.delayed_s += time.monotonic() - self._delayed_since
             self._delayed = None

@@ -154,7 +154,7 @@ def _page_file(context: RequestContext, name: str) -> Response:
 
 @ROUTES.get(PATH, reply_type="text/html", web="open")
 async def page(context: RequestContext) -> Response:
-    """Return the page's HTML."""
+    """Return the HTML of the chat page."""
     return _page_file(context, "index.html")
 
 

@@ -122,7 +122,7 @@ def _refuse_nameless(adapter: Adapter) -> None:
         names.model_name(adapter.name)
     except UsageError as error:
         adapter_file = Path(adapter.path).name
-        problem = f"the adapter {adapter_file} has no name under which another machine could store it"
+        problem = f"the file name of the adapter {adapter_file} is not a valid name on other machines"
         hint = f"{error.hint}: rename the file, then run `edgeinfer warm` with it again"
         raise SnapshotError(problem, hint=hint) from error
 

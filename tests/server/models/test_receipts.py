@@ -526,6 +526,25 @@ def test_a_stream_that_clients_read_alike_verifies():
     assert is_verified([*chunks, chunk() | {"receipt": receipt}], answer)
 
 
+def test_an_argument_named_type_is_no_type_of_an_event():
+    answer = CollectedAnswer("")
+    answer.add(ToolCallDelta(0, arguments='{"type": "completed"}', id="call_1", name="rm"))
+    item = {"type": "function_call", "id": "f", "name": "rm", "arguments": ""}
+    change = {"type": "response.function_call_arguments.delta", "output_index": 0, "item_id": "f"}
+    begin = {"type": "response.output_item.added", "output_index": 0, "item": item}
+    done = begin | {"type": "response.output_item.done"}
+    done["item"] = item | {"arguments": answer.calls[0].arguments}
+    last = {"type": "response.completed", "receipt": json.loads(msgspec.json.encode(EXAMPLE))}
+    assert is_verified([begin, change | {"delta": answer.calls[0].arguments}, done, last], answer)
+    assert not is_verified([change | {"delta": {"type": "completed"}}, begin, done, last], answer)
+
+
+def test_many_texts_among_numbers_are_one_fault():
+    usage = json.loads("[" * 300 + json.dumps([""] * 20_000) + "]" * 300)
+    _, pieces = shapes.read_pieces(reply_of({"content": "x"}) | {"usage": usage})
+    assert [piece.value for piece in pieces if piece.kind is shapes.Part.UNKNOWN] == ["usage"]
+
+
 def test_torn_arguments_are_not_the_same_as_none():
     answer = CollectedAnswer()
     answer.add(ToolCallDelta(0, arguments='{"path": "/tmp/x", "rec', id="call_1", name="rm"))
