@@ -129,6 +129,8 @@ VERBS = {
 
 LINUX_ONLY = ("bench", "warm", "snapshots", "ps", "stop", "update")
 _WITHOUT_JSON = ("chat", "serve")
+#: Verbs and actions that are suggested only if no other one is similar to the typed word.
+_DESTRUCTIVE = frozenset(("rm", "forget", "stop", "prune"))
 #: Action of another program → the action of edgeinfer that the error message suggests.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
 #: Verb → hint if more words were typed than the verb takes.
@@ -181,9 +183,10 @@ class Parser(argparse.ArgumentParser):
         return parsed, [word for word in unknown if word != "--"]
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Return the values of an argument. Raises ArgumentError if a path is "", which means `.`."""
-        if "" in arg_strings and _PATH.match(str(action.metavar)):
-            raise argparse.ArgumentError(action, "'' is not a path; is a shell variable unset?")
+        """Return the values of an argument. Raises ArgumentError if a path or a name is ""."""
+        kind = "path" if _PATH.match(str(action.metavar)) else "name"
+        if "" in arg_strings and (kind == "path" or action.metavar in ("SNAPSHOT", "MODEL")):
+            raise argparse.ArgumentError(action, f"'' is not a {kind}; is a shell variable unset?")
         return super()._get_values(action, arg_strings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -354,9 +357,14 @@ def wants_json(typed: Sequence[str]) -> bool:
 def nearest(word: str, candidates: Sequence[str]) -> str:
     """Return the candidate most similar to `word`, or one that begins with `word`; "" for none.
 
-    A candidate with the letters of `word` in another order counts as similar.
+    A candidate with the letters of `word` in another order counts as similar. A verb that deletes or
+    stops something is returned only if no other verb is similar.
     """
+    from difflib import get_close_matches  # slow import (5 ms)
+
     from edgeinfer.models.lookup import similar_names  # needed only after a mistake
 
     swapped = [name for name in candidates if sorted(name) == sorted(word)]
-    return next(iter(similar_names(word, (), candidates) or swapped), "")
+    near = next(iter(similar_names(word, (), candidates) or swapped), "")
+    harmless = [name for name in candidates if name not in _DESTRUCTIVE] if near in _DESTRUCTIVE else []
+    return next(iter(get_close_matches(word, harmless, 1)), near)

@@ -85,7 +85,11 @@ def quantize(
     ref = _reference(text, FILE_TYPES[kind], origin, options)
     with locked_work_folder(ref) as work:
         before = gguf.read_model_header(source.paths[0])
-        record = store.read_record(names.pulled_folder(ref)) if options.keep else None
+        earlier = store.read_record(names.pulled_folder(ref))
+        if earlier and earlier.source != store.QUANTIZED_FROM + source.name:
+            hint = f"choose another --name, or remove it first: `edgeinfer rm {earlier.name}`"
+            raise UsageError(f"{earlier.name} is here already, from another source", hint=hint)
+        record = earlier if options.keep else None
         if record is None:
             target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
             run_quantizer(Path(source.paths[0]), target, kind, job, options)

@@ -185,6 +185,8 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, completed):
         ("'hello there'", "did you mean `edgeinfer run 'hello there'`?"),
         ("hello there", "did you mean `edgeinfer run 'hello there'`?"),
         ("rnu hi", "did you mean `edgeinfer run`?"),
+        ("rum m hi", "did you mean `edgeinfer run`?"),
+        ("rmm m", "did you mean `edgeinfer rm`?"),
         ("sp", "did you mean `edgeinfer ps`?"),
         ("models", "did you mean `edgeinfer list`?"),
         ("convert", "did you mean `edgeinfer pull FOLDER --name NAME`?"),

@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """Quantize a model. Raises what `quantizing.quantize` raises, and InterruptedByUser."""
     quantize_options = QuantizeOptions(name=options.name, imatrix=options.imatrix)
-    if options.compare:
+    if options.compare is not None:
         return _compare(options, quantize_options, host)
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
         quantized = quantize(options.model, options.type, report, options=quantize_options)

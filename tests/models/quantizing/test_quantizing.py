@@ -26,7 +26,7 @@ from edgeinfer.errors import (
 from edgeinfer.models import quantizing, store
 from edgeinfer.models.gguf import FILE_TYPES, read_model_header
 from edgeinfer.models.progress import Job, PullProgress
-from edgeinfer.models.pull import pull
+from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import NEEDS_IMATRIX, QuantizeOptions, quantize, score_model
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
@@ -169,6 +169,9 @@ def test_quantize_refuses_bad_requests(smol: str, smollm2: Path, tmp_path: Path)
         quantize(smol, "Q9")
     with pytest.raises(UsageError, match="would replace smol itself"):
         quantize(smol, "Q4_0", options=QuantizeOptions(name="smol"))
+    pull(str(smollm2), options=PullOptions(name="other", in_place=True))
+    with pytest.raises(UsageError, match="other is here already, from another source"):
+        quantize(smol, "Q4_0", options=QuantizeOptions(name="other"))
     with pytest.raises(UsageError, match="needs a name"):
         quantize(str(smollm2), "Q4_0")
     bad = tmp_path / "bad.gguf"
