@@ -6,13 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from itertools import takewhile
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from edgeinfer.errors import EngineClosedError, InvalidRequestError
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
@@ -25,6 +25,7 @@ from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan import make_plan
+from edgeinfer.runtime.model_users import ModelUsers
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, Traffic
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache
@@ -45,6 +46,8 @@ from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.prefixes import FLUSH_S
 from edgeinfer.runtime.vision import open_vision
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _log = logging.getLogger("edgeinfer.engine")
 #: How long (s) `close` waits for a GPU's driver to end a step, and then to free the model.
 _DRIVER_PATIENCE_S = 10.0
@@ -63,6 +66,19 @@ def load_engine(
         engine = LlamaEngine(files, options, loaded, draft)
         on_error.pop_all()
         return engine
+
+
+def _uses_model(
+    method: Callable[Concatenate[LlamaEngine, P], T],
+) -> Callable[Concatenate[LlamaEngine, P], T]:
+    """Have `close` wait for running calls of `method`; later calls raise EngineClosedError."""
+
+    @wraps(method)
+    def call(self: LlamaEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._users:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class LlamaEngine:
@@ -114,11 +130,11 @@ class LlamaEngine:
         #: Called with all loaded adapters after `use_adapters` has changed them.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._check_outcome = ""
-        self._closed = False
+        self._users = ModelUsers()
 
     @property
     def is_open(self) -> bool:
-        return not (self._closed or self._loop.failure)
+        return not (self._users.refused or self._loop.failure)
 
     def health(self) -> str:
         return self._loop.failure
@@ -133,9 +149,9 @@ class LlamaEngine:
             self._info = msgspec.structs.replace(self._info, lora=self._lora.named_adapters)
         return self._info
 
+    @_uses_model
     def submit(self, request: GenerateRequest) -> EventStream:
         """Validate and queue a request, as `Engine.submit` says."""
-        self._check_open()
         if not self._loaded.can_generate:
             problem = f"{self._info.model} is an embedding model; it cannot generate"
             hint = "choose a chat model: `edgeinfer list`"
@@ -161,43 +177,43 @@ class LlamaEngine:
             return "llama.cpp computes the LoRA adapters, with results that depend on the batch"
         return why_irreproducible(self._loaded)
 
+    @_uses_model
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
-        self._check_open()
         check_length(len(text), self._loaded.n_ctx, "content")
         return self._loaded.vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
 
+    @_uses_model
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of `tokens`. Raises InvalidRequestError for an unknown token."""
-        self._check_open()
         try:
             return self._loaded.vocab.detokenize(tokens)
         except IndexError as error:
             raise InvalidRequestError(str(error), param="tokens") from error
 
+    @_uses_model
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
-        self._check_open()
         with limit_preparation():
             text = self._chat_format.render(request)
         check_length(len(text), self._input_processor.n_ctx, "messages", self._loaded.n_ctx_train)
         return self._input_processor.tokenize_chat(request, text, [])
 
+    @_uses_model
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        self._check_open()
         return self._embedder.embed(texts)
 
+    @_uses_model
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        self._check_open()
         return self._embedder.rerank(query, documents)
 
+    @_uses_model
     def use_threads(self, n_threads: int) -> None:
         """Decode with `n_threads` from the next step on."""
-        self._check_open()
         self._loop.call(lambda: self._set_threads(n_threads))
 
+    @_uses_model
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        self._check_open()
         if not self._loaded.can_generate:
             problem = f"{self._info.model} is an embedding model; it does not support LoRA adapters"
             raise InvalidRequestError(problem, param="lora", hint="leave out the adapters")
@@ -213,10 +229,6 @@ class LlamaEngine:
             return False
         self._lora.release()
         return True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError("the engine is closed")
 
     def metrics(self) -> EngineMetrics:
         core = self._core
@@ -287,6 +299,7 @@ class LlamaEngine:
             self._prefix_cache.saver.is_exiting = True
             self.flush_blocks()
 
+    @_uses_model
     def warm_up(self) -> None:
         """Prepare what the first request needs: token table, round-trip check, step costs."""
         if self._loaded.can_generate:
@@ -299,6 +312,7 @@ class LlamaEngine:
         else:
             self._embedder.warm_up()
 
+    @_uses_model
     def prefill_system(self, text: str) -> int:
         """Prefill and pin a system prompt ("": the chat template's own); return its length (tokens).
 
@@ -349,13 +363,12 @@ class LlamaEngine:
         return self._loop.call(work)
 
     def close(self) -> None:
-        """Cancel all requests and free the model. Idempotent.
+        """Cancel all requests and free the model, once no other thread tokenizes. Idempotent.
 
         If a GPU's driver hangs, `close` returns, and a thread frees the model when the driver answers.
         """
-        if self._closed:
+        if not self._users.refuse():
             return
-        self._closed = True
         if self._prefix_cache is not None:
             self._prefix_cache.saver.is_exiting = True
         patience_s = _DRIVER_PATIENCE_S if self._gpu.stop() else None
@@ -374,6 +387,7 @@ class LlamaEngine:
 
     def _free(self) -> None:
         self._loop.close()
+        self._users.wait()
         self._gpu.close()
         if self._vision is not None:
             self._vision.close()

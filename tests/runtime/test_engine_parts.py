@@ -54,6 +54,48 @@ def test_llama_cpp_prints_nothing(smollm2: Path) -> None:
     assert (run.stdout, run.stderr) == ("", "")
 
 
+_CLOSE_WHILE_TOKENIZING = """
+import sys
+import threading
+
+from edgeinfer.errors import EngineClosedError
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+files = ModelFiles(name="m", paths=(sys.argv[1],))
+engine = load_engine(files, LoadOptions(n_ctx=2048, n_parallel=1))
+text = "The capital of France is Paris. " * 4000
+barrier = threading.Barrier(5)
+problems = []
+
+
+def tokenize():
+    barrier.wait()
+    try:
+        while True:
+            engine.tokenize(text)
+    except EngineClosedError as error:
+        problems.append(str(error))
+
+
+threads = [threading.Thread(target=tokenize) for _ in range(4)]
+for thread in threads:
+    thread.start()
+barrier.wait()
+engine.tokenize(text)  # so that the threads are inside a call, too
+engine.close()
+for thread in threads:
+    thread.join()
+print(*problems, sep="\\n")
+"""
+
+
+def test_close_waits_for_threads_that_tokenize(smollm2: Path) -> None:
+    command = [sys.executable, "-c", _CLOSE_WHILE_TOKENIZING, str(smollm2)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("the engine is closed\n" * 4, "")
+
+
 def test_info_tells_sizes_and_reasons(smol: LlamaEngine, gemma: LlamaEngine) -> None:
     for engine, architecture, n_vocab in ((smol, "llama", 49_152), (gemma, "gemma3", 262_144)):
         info = engine.info
