@@ -25,7 +25,9 @@ def compile_program(source: str, level: str, program: Path) -> None:
         pytest.skip("scripts/setup.sh test-all found no qemu-user, or no compiler for arm64")
     compiler = _CROSS / "bin/aarch64-linux-gnu-g++"
     run(ROOT / "scripts/build_arm64_ggml.sh", _CROSS)
-    run(ROOT / "native/build.sh", "aarch64", _NATIVE, env={**os.environ, "CXX": str(compiler)})
+    environment = {**os.environ, "CXX": str(compiler)}
+    # took more than 300 s next to other tests
+    run(ROOT / "native/build.sh", "aarch64", _NATIVE, timeout=850, env=environment)
     run(
         *(compiler, Path(__file__).with_name(source), *(f"-I{folder}" for folder in _INCLUDED)),
         *("-O2", "-pthread", "-ffp-contract=off"),  # the same random numbers as on x86-64
