@@ -141,7 +141,10 @@ def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
     pull.pull(str(smollm2), options=pull.PullOptions(name=MODEL, in_place=True))
     shouting = make_adapter(tmp_path / "RED.gguf", 1)
     for fields, message in (
-        ({"requested": {"lora": shouting}}, "the adapter RED.gguf has no name"),
+        (
+            {"requested": {"lora": shouting}},
+            "the file name of the adapter RED.gguf is not a valid name",
+        ),
         ({"files": {shouting: ""}}, "RED.gguf, which only this machine's models.toml names"),
     ):
         with pytest.raises(SnapshotError, match=message):
