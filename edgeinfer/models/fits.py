@@ -132,8 +132,9 @@ class Estimator:
             draft_bytes=self.pulled_bytes.get(entry.draft, 0) if entry else 0,
         )
 
-    def fit_of(self, model: Model) -> Fit:
-        return self.fit(summarize_entry(model))
+    def fit_of(self, model: Model) -> Fit | None:
+        """Estimate how a model of the catalogue runs; None if its size is unknown."""
+        return self.fit(summarize_entry(model)) if model.stored_bytes else None
 
 
 def fit(
@@ -256,9 +257,9 @@ def first_run_choices() -> list[FirstRunChoice]:
     fitting: list[tuple[Model, float]] = []
     for model in map(estimator.catalog.__getitem__, (*_FIRST_RUN_MODELS, DEFAULT_MODEL)):
         figures = estimator.fit_of(model)
-        is_comfortable = figures.group == "comfortable" and not figures.shortage
+        is_comfortable = figures and figures.group == "comfortable" and not figures.shortage
         if is_comfortable or model.name == DEFAULT_MODEL:
-            fitting.append((model, figures.tokens_per_s))
+            fitting.append((model, figures.tokens_per_s if figures else 0.0))
     *larger, tiny = fitting
     quick = [offer for offer in larger[1:] if offer[1] >= _QUICK_TOKENS_PER_S]
     return [

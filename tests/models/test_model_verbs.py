@@ -18,6 +18,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.server.web.models import list_offers
 from edgeinfer.snapshot_format.storage import MANIFEST
 
 from .conftest import write_models_toml
@@ -180,6 +181,13 @@ def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:
     code, out, err = run(capsys, "list")
     assert (code, out[:4]) == (0, "NAME")
     assert 'did you mean "default-model"' in err
+
+
+def test_model_of_unknown_size_is_shown_and_offered(capsys) -> None:
+    write_models_toml("mine", "hf:me/mine-GGUF:Q8_0", licence="MIT")
+    code, out, _ = run(capsys, "show", "mine")
+    assert (code, "tokens/s" in out) == (0, False)
+    assert {offer.name: offer.about for offer in list_offers()}["mine"] == "MIT"
 
 
 def test_wrong_local_file_is_refused_before_it_is_copied(as_json) -> None:

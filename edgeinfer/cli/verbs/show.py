@@ -280,8 +280,7 @@ def _describe(
     memory = _memory(headers, options, host, draft) if headers else None
     if memory is not None:
         notes += tuple(filter(None, (memory.warning, memory.attention)))
-    elif entry is not None and not parts:
-        fit = Estimator().fit_of(entry)
+    elif entry is not None and not parts and (fit := Estimator().fit_of(entry)):
         needed = "" if fit.group == "too big" else f"needs {format_bytes(fit.needed_bytes)} of memory"
         speed = f"{fit.why}, ~{fit.tokens_per_s:g} tokens/s" if fit.why else ""
         notes += ("; ".join(filter(None, (needed, speed))),)

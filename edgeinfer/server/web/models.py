@@ -88,16 +88,14 @@ def list_offers() -> list[wire.Offer]:
     ]
 
 
-def _describe(model: Model, fit: Fit) -> str:
+def _describe(model: Model, fit: Fit | None) -> str:
     is_chat = model.purpose == "chat"
-    speed = f"{'slow: ' * (fit.group == 'slow')}about {fit.tokens_per_s:.1f} tokens/s"
-    facts = [
-        "" if is_chat else f"{model.purpose} model",
-        model.parameters,
-        model.licence,
-        format_bytes(model.stored_bytes),
-        fit.why if fit.group == "too big" else "",
-        speed,
-        fit.shortage,
-    ]
+    facts = ["" if is_chat else f"{model.purpose} model", model.parameters, model.licence]
+    if fit is not None:
+        facts += [
+            format_bytes(model.stored_bytes),
+            fit.why if fit.group == "too big" else "",
+            f"{'slow: ' * (fit.group == 'slow')}about {fit.tokens_per_s:.1f} tokens/s",
+            fit.shortage,
+        ]
     return " · ".join(filter(None, facts))
