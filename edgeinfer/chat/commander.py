@@ -119,7 +119,8 @@ class Commander:
         self.front = front
         self._make_tools = make_tools
         self.prompts = dict(config.system_prompts)
-        self.presets: dict[str, Mapping[str, presets.Value]] = {**presets.PRESETS, **config.presets}
+        own_presets: dict[str, Mapping[str, presets.Value]] = msgspec.to_builtins(config.presets)
+        self.presets = presets.PRESETS | own_presets
         self.deleted: int | None = None
 
     def run(self, line: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from edgeinfer.config.sampling_options import BY_FIELD, SamplingOption
+from edgeinfer.config.sampling_options import BY_FIELD, MAX_TOKENS
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.requests import Sampling, with_options
 
 Value = float | int | None
 
 #: Options that `/set` accepts: every sampling option, and the maximum length of an answer.
-OPTIONS = BY_FIELD | {"max_tokens": SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")}
+OPTIONS = BY_FIELD | {MAX_TOKENS.field: MAX_TOKENS}
 
 #: Built-in presets; `[chat.presets]` adds others. `model` restores the model's own sampling.
 PRESETS: dict[str, dict[str, Value]] = {

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
+from edgeinfer.config.sampling_options import MAX_TOKENS, SAMPLING_OPTIONS, SamplingOption
+from edgeinfer.config.toml_file import TomlFile, convert
 from edgeinfer.errors import ConfigError, OfflineError
 from edgeinfer.platform import listening, paths
 
@@ -28,11 +29,9 @@ class _Section(
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
-    kind: Any = int if option.high else str
+    kind: Any = Annotated[int, msgspec.Meta(ge=option.low, le=option.high)] if option.high else str
     if option.choices:
-        kind = Literal[option.choices]
-    if option.choices and option.high:
-        kind = int | str
+        kind = Literal[option.choices] | kind if option.high else Literal[option.choices]
     sentence = f"{option.help[0].upper()}{option.help[1:]}."
     return option.key.replace("-", "_"), Annotated[kind, key_doc(sentence)], option.default
 
@@ -49,11 +48,6 @@ _LoadKeys = msgspec.defstruct(
 class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are computed
     """[load]: default values of load options."""
 
-    def __post_init__(self) -> None:
-        for option in LOAD_OPTIONS:
-            if option.key:
-                self.value(option)
-
     def value(self, option: LoadOption) -> int | str:
         """Return the configured value of an option. Raises ValueError if it is out of range."""
         return option.parse(str(getattr(self, option.key.replace("-", "_"))))
@@ -63,7 +57,9 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     auto_warm: Annotated[bool, key_doc("Build a snapshot in the background after a cold start.")] = True
     max_total_gib: Annotated[
         float,
-        key_doc("Limit (GiB) for all snapshots; the least recently used are removed first.", gt=0),
+        key_doc(
+            "Limit (GiB) for all snapshots; the least recently used are removed first.", gt=0, le=1e6
+        ),
     ] = 40.0
 
 
@@ -73,7 +69,9 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
     enabled: Annotated[bool, key_doc("Cache KV blocks on disk; false: neither write nor read.")] = True
     max_total_gib: Annotated[
         float,
-        key_doc("Limit (GiB) for all KV blocks; 0: a quarter of the free space, at most 64.", ge=0),
+        key_doc(
+            "Limit (GiB) for all KV blocks; 0: a quarter of the free space, at most 64.", ge=0, le=1e6
+        ),
     ] = 0.0
 
 
@@ -110,7 +108,9 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     )
     keep_alive_s: Annotated[
         float,
-        key_doc("How long an idle model stays loaded (s); 0 unloads it at once, -1 never.", ge=-1),
+        key_doc(
+            "How long an idle model stays loaded (s); 0 unloads it at once, -1 never.", ge=-1, le=1e9
+        ),
     ] = 300.0
     max_queue: Annotated[int, key_doc("Requests that may wait; others get 503.", ge=1, le=100_000)] = 64
     ollama: Annotated[
@@ -141,14 +141,43 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     ] = get_args(PromptRule)
 
 
+def sampling_keys(options: Iterable[SamplingOption]) -> list[tuple[str, Any, None]]:
+    """Return the fields of a table of sampling options, each None by default, for `defstruct`."""
+    return [
+        (each.field, Annotated[each.kind, key_doc(each.help, ge=each.low, le=each.high)], None)
+        for each in options
+    ]
+
+
+#: [chat.presets.NAME]: sampling options with underscores, such as `top_p`.
+PresetConfig = msgspec.defstruct(
+    "PresetConfig",
+    sampling_keys((*SAMPLING_OPTIONS, MAX_TOKENS)),
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+)
+#: Names by which `[chat.keys]` rebinds the chat's keys; `tui.bindings` describes each.
+KEY_NAMES = """
+    send newline complete undo editor stop copy-or-quit regenerate continue previous next copy-answer
+    copy-code fold turn-up turn-down scroll-up scroll-down scroll-home scroll-end new help models
+    sessions repaint suspend quit turn-edit turn-copy turn-code turn-fork turn-fold turn-previous
+    turn-next model-warm model-cancel session-delete session-undo
+""".split()
+_KeyName: Any = Literal[tuple(KEY_NAMES)]
+
+
 class ChatConfig(_Section, frozen=True, kw_only=True):
     theme: Annotated[str, key_doc('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
         "edgeinfer-dark"
     )
-    keys: Annotated[dict[str, str], key_doc('Keys by a binding\'s id, e.g. `stop = "ctrl+x"`.')] = {}
+    keys: Annotated[
+        dict[_KeyName, str], key_doc('Keys by a binding\'s id, e.g. `stop = "ctrl+x"`.')
+    ] = {}
     system_prompts: Annotated[dict[str, str], key_doc("System prompts, for `/system NAME`.")] = {}
     presets: Annotated[
-        dict[str, dict[str, float | int]],
+        dict[str, PresetConfig],  # type: ignore[valid-type]  # its fields are computed
         key_doc("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
     ] = {}
     read_ahead: Annotated[bool, key_doc("Prefill what is typed, attached or opened.")] = True
@@ -201,7 +230,7 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
         Literal["auto", "required"],
         key_doc('"required" forces a tool call first, which helps small models.'),
     ] = "auto"
-    timeout_s: Annotated[float, key_doc("Time limit of a call (s).", gt=0)] = 120.0
+    timeout_s: Annotated[float, key_doc("Time limit of a call (s).", gt=0, le=1e9)] = 120.0
 
     @property
     def has_tools(self) -> bool:
@@ -209,7 +238,9 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    default_model: Annotated[str, key_doc("Model used when none is named.")] = paths.DEFAULT_MODEL
+    default_model: Annotated[str, key_doc("Model used when none is named.", min_length=1)] = (
+        paths.DEFAULT_MODEL
+    )
     offline: Annotated[
         bool, key_doc("Block all network access (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
     ] = False
@@ -265,40 +296,17 @@ def load_config(
 def _parse(
     content: bytes, source: Path, on_removed: Callable[[str], None] = lambda _message: None
 ) -> Config:
-    import tomllib  # slow import (5 ms)
-
-    try:
-        document = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        hint = "correct the file at this position"
-        raise ConfigError(f"{source}: not valid TOML: {error}", hint=hint) from error
+    file = TomlFile(source, content)
+    document = file.tables
     for key, replacement in REMOVED_KEYS.items():
         section, _, name = key.partition(".")
         table = document.get(section)
         if isinstance(table, dict) and table.pop(name, None) is not None:
             on_removed(f"{source}: `{key}` is no longer a key and is ignored; {replacement}")
-    refuse_unknown_keys(document, Config, str(source))
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     if bundled:
         document.setdefault("default-model", bundled)
-    try:
-        return msgspec.convert(document, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
-
-
-def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    """Raise ConfigError for a key that is not a field of `struct`. The message begins with `where`."""
-    fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
-    for key, value in document.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            step = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(fields)}"
-            problem = f'{where}: unknown key "{key}"; {step}'
-            raise ConfigError(problem, hint="correct or remove this key")
-        kind = fields[key]
-        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            refuse_unknown_keys(value, kind, f"{where}: [{key}]")
+    return convert(document, Config, file.position)
 
 
 def way_out_of_offline(config: Config) -> str:

@@ -64,6 +64,8 @@ SAMPLING_OPTIONS = (
     SamplingOption("dry_penalty_last_n", int, -1, _TOKENS, "tokens that DRY looks back on; -1 is all"),
     _row("seed", int, 0, (1 << 32) - 1, "with the same seed, the answer is the same"),
 )
+#: Longest answer of a chat: an option like the others, but not of the sampler.
+MAX_TOKENS = SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")
 BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}
 #: Sampling options that have a flag on the command line; the chat's `/set` takes every option.
 TYPED = tuple(option for option in SAMPLING_OPTIONS if option.flag)

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from edgeinfer.config.config_file import key_doc, refuse_unknown_keys
+from edgeinfer.config.config_file import key_doc, sampling_keys
 from edgeinfer.config.load_options import LORA
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
+from edgeinfer.config.toml_file import Keys, TomlFile, convert
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models import sources as source_types
@@ -30,6 +31,9 @@ from edgeinfer.runtime.requests import Sampling, default_sampling
 FILE_NAME = "models.toml"
 _TABLE_HINT = "write each model as a table: a line [models.NAME], then its keys"
 _LORA_HINT = 'write { name = "NAME" } for a pulled adapter, { path = "FILE.gguf" } for a file'
+_SOURCES_HINT = (
+    'a new model needs `sources`, such as ["hf:OWNER/REPOSITORY:Q4_K_M"] or ["file:/FOLDER/FILE.gguf"]'
+)
 #: Keys of a model in models.toml that describe the file at `sources`. If a user's models.toml gives a
 #: shipped model other `sources`, the shipped values of these keys are dropped.
 _FILE_KEYS = ("sha256", "size-bytes", "file-name")
@@ -55,15 +59,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 _SamplingKeys = msgspec.defstruct(
     "_SamplingKeys",
-    [
-        (
-            option.field,
-            Annotated[option.kind, key_doc(option.help, ge=option.low, le=option.high)] | None,
-            None,
-        )
-        for option in SAMPLING_OPTIONS
-        if option.field != "seed"
-    ],
+    sampling_keys(option for option in SAMPLING_OPTIONS if option.field != "seed"),
     bases=(_Table,),
     frozen=True,
     kw_only=True,
@@ -111,11 +107,11 @@ class Model(_Table, frozen=True, kw_only=True):
     part of one file.
     """
 
-    title: Annotated[str, key_doc("Name for people.", min_length=1)]
     sources: Annotated[
         tuple[str | tuple[str, ...], ...],
         key_doc("Sources of its files, tried in order.", min_length=1),
     ]
+    title: Annotated[str, key_doc("Name for people; default: the table's name.", min_length=1)] = ""
     name: Annotated[str, key_doc("The table's name; not a key.")] = ""
     family: Annotated[str, key_doc("The model's family.")] = ""
     parameters: Annotated[str, key_doc('Parameters as its makers count them: "135M", "7B".')] = ""
@@ -224,53 +220,49 @@ def _load(user: Path, file_stamps: str) -> Catalog | ConfigError:
 
 
 def _read_both(user: Path) -> Catalog:
-    tables = _read(shipped_path())
-    origin = dict.fromkeys(tables, shipped_path())
-    for name, table in _read(user).items() if user.exists() else ():
-        shipped = tables.get(name, {})
+    shipped_file, shipped = _read(shipped_path())
+    user_file, user_tables = _read(user) if user.exists() else (shipped_file, {})
+    catalog = {name: _model(name, table, shipped_file) for name, table in shipped.items()}
+    for name, table in user_tables.items():
+        inherited = shipped.get(name, {})
         if "sources" in table:
-            shipped = {key: value for key, value in shipped.items() if key not in _FILE_KEYS}
-        tables[name] = shipped | table
-        origin[name] = user
-    where = {name: f'{path}: model "{name}"' for name, path in origin.items()}
-    return {name: _model(name, table, where[name]) for name, table in tables.items()}
+            inherited = {key: value for key, value in inherited.items() if key not in _FILE_KEYS}
+        elif name not in shipped:
+            near = difflib.get_close_matches(name, shipped, n=1)
+            question = f"did you mean [models.{near[0]}]? If not, " if near else ""
+            problem = f'model "{name}": the key `sources` is missing'
+            position = user_file.position(("models", name))
+            raise ConfigError(f"{position}: {problem}", hint=question + _SOURCES_HINT)
+        catalog[name] = _model(name, inherited | table, user_file)
+    return catalog
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    import tomllib  # slow import: 5 ms
+class _Document(_Table, frozen=True, kw_only=True):
+    models: dict[str, dict[str, Any]] = {}
 
-    try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        hint = "correct the file at this position"
-        raise ConfigError(f"{path}: not valid TOML: {error}", hint=hint) from error
-    for key in document:
-        if key != "models":
-            raise ConfigError(f'{path}: unknown key "{key}"', hint=_TABLE_HINT)
-    models = document.get("models", {})
-    if not isinstance(models, dict):
-        raise ConfigError(f'{path}: the key "models" is not a table', hint=_TABLE_HINT)
-    for name, table in models.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f'{path}: model "{name}" is not a table', hint=_TABLE_HINT)
+
+def _read(path: Path) -> tuple[TomlFile, dict[str, dict[str, Any]]]:
+    file = TomlFile(path, path.read_bytes())
+    models = convert(file.tables, _Document, file.position, hint=_TABLE_HINT).models
+    for table in models.values():
         if isinstance(sampling := table.get("sampling"), dict):
             table["sampling"] = {k: v for k, v in sampling.items() if k not in _OLD_SAMPLERS}
-        refuse_unknown_keys(table, Model, f'{path}: model "{name}"')
-    return models
+    return file, models
 
 
-def _model(name: str, table: dict[str, Any], where: str) -> Model:
+def _model(name: str, table: dict[str, Any], file: TomlFile) -> Model:
+    def position(keys: Keys) -> str:
+        return f'{file.position(("models", name, *keys))}: model "{name}"'
+
     if "name" in table:
         hint = "remove this key: the table's name is the model's name"
-        raise ConfigError(f'{where}: unknown key "name"', hint=hint)
+        raise ConfigError(f"{position(('name',))}: unknown key `name`", hint=hint)
     try:
         names.model_name(name)
-        model = msgspec.convert(table | {"name": name}, Model)
+        model = convert({"title": name} | table | {"name": name}, Model, position)
         _check(model)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
     except UsageError as error:
-        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
+        raise ConfigError(f"{position(())}: {error.message}", hint=error.hint) from error
     return model
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
+from edgeinfer.config.toml_file import convert
 from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
 
 _MAX_NAME = 48
@@ -145,10 +146,7 @@ def _is_disabled(entry: Any) -> bool:
 
 def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
     """Convert an entry to a `ServerSpec`. Raises ConfigError if it is invalid."""
-    try:
-        entry = msgspec.convert(value, _Entry)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{label}: {error}") from error
+    entry = convert(value, _Entry, lambda _keys: label)
     url = entry.url or entry.server_url
     command = [entry.command] if isinstance(entry.command, str) else list(entry.command or ())
     if not name:

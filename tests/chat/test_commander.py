@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from edgeinfer.chat.commander import Commander, sessions_text
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.config.config_file import ChatConfig, load_config
+from edgeinfer.config.config_file import ChatConfig, PresetConfig, load_config
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.verify import ReceiptCheck
@@ -51,7 +51,7 @@ def commander(store, front):
     scripts = [["one\n```py\ncode\n```"], ["two"], ["three"]]
     engine = FakeEngine(scripts, info=replace(DEFAULT_INFO, n_ctx=600))
     front.session = ChatSession(lambda: store, "fake", engine)
-    config = ChatConfig(system_prompts={"pirate": "Arr."}, presets={"mine": {"top_k": 1}})
+    config = ChatConfig(system_prompts={"pirate": "Arr."}, presets={"mine": PresetConfig(top_k=1)})
     return Commander(front.session, front, config)
 
 

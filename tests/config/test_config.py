@@ -33,12 +33,14 @@ def test_values_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[load]\nctxx = 1\n", 'unknown key "ctxx"; did you mean "ctx"?'),
-        ("nonsense = 1\n", 'unknown key "nonsense"'),
+        ("[load]\nctxx = 1\n", "unknown key `load.ctxx`; did you mean `ctx`?"),
+        ("nonsense = 1\n", "unknown key `nonsense`"),
         ("[load]\nctx = -1\n", "ctx"),
         ('[load]\nctx = "many"\n', "ctx"),
         ("[load\n", "not valid TOML"),
-        ("# \udcff", "not valid TOML"),
+        ("# \udcff", "not valid TOML: line 1 is not UTF-8"),
+        ("x = " + "[" * 5000, "not valid TOML: nested too deeply"),
+        ("x = " + "1" * 5000, "not valid TOML"),
         ("[serve]\nport = 70000\n", "port"),
     ],
 )

@@ -67,7 +67,7 @@ def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None
     assert f"between {option.low} and {option.high}" in capsys.readouterr().err
     path = tmp_path / "config.toml"
     path.write_text(f"[load]\n{option.key} = {beyond}\n")
-    message = f"{path}: {option.key}: {beyond} is not .*between {option.low} and {option.high}"
+    message = f"`load.{option.key}` is {beyond}, but must be .*from {option.low} to {option.high}"
     with pytest.raises(ConfigError, match=message):
         load_config(path)
     with pytest.raises(UsageError, match=f"between {option.low} and {option.high}"):

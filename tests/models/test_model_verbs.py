@@ -180,7 +180,7 @@ def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:
     (paths.config_dir() / "config.toml").write_text('default-modle = "x"\n')
     code, out, err = run(capsys, "list")
     assert (code, out[:4]) == (0, "NAME")
-    assert 'did you mean "default-model"' in err
+    assert "did you mean `default-model`" in err
 
 
 def test_model_of_unknown_size_is_shown_and_offered(capsys) -> None:

@@ -85,15 +85,12 @@ def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(entry, promp
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        (
-            f"{MINIMAL}contxt-length = 5\n",
-            [OF_MINE, '"contxt-length"', 'did you mean "context-length"'],
-        ),
-        (f"{SAMPLING}temprature = 1\n", [f"{OF_MINE}: [sampling]", 'did you mean "temperature"']),
+        (f"{MINIMAL}contxt-length = 5\n", [OF_MINE, "`contxt-length`; did you mean `context-length`"]),
+        (f"{SAMPLING}temprature = 1\n", [OF_MINE, "`sampling.temprature`; did you mean `temperature`"]),
         (f"{SAMPLING}temperature = -1\n", [OF_MINE, "temperature"]),
         (f'{MINIMAL}quantize = "Q4_KM"\n', [OF_MINE, '"quantize"', 'did you mean "Q4_K_M"']),
         (f'{MINIMAL}sha256 = "abc"\n', [OF_MINE, "SHA-256"]),
-        (f'{MINIMAL}name = "x"\n', [OF_MINE, '"name"']),
+        (f'{MINIMAL}name = "x"\n', [OF_MINE, "`name`"]),
         (
             f'{MINIMAL}lora = [{{path = "/a/red.gguf"}}, {{path = "/b/red.gguf"}}]\n',
             [OF_MINE, 'key "lora": two adapters in /a/red.gguf:1,/b/red.gguf:1 have the same name'],
@@ -102,9 +99,9 @@ def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(entry, promp
         ('[models.mine]\ntitle = "x"\n', [OF_MINE, "sources"]),
         ('[models.mine]\ntitle = "x"\nsources = ["ftp://x/y"]\n', [OF_MINE, "not a valid source"]),
         ('[models."../x"]\ntitle = "x"\nsources = ["a/b:Q8_0"]\n', ["'../x' is not a model name"]),
-        ("[model.mine]\n", ['unknown key "model"']),
-        ("[models]\nmine = 3\n", ['model "mine" is not a table', "[models.NAME]"]),
-        ("models = 3\n", ['"models" is not a table', "[models.NAME]"]),
+        ("[model.mine]\n", ["unknown key `model`; did you mean `models`"]),
+        ("[models]\nmine = 3\n", ["`models.mine` is 3, but must be a table", "[models.NAME]"]),
+        ("models = 3\n", ["`models` is 3, but must be a table", "[models.NAME]"]),
         (MINIMAL.replace("me/mine-GGUF:Q8_0", "http://me/mine.gguf"), ["http://me/mine.gguf", "https"]),
         ("[models\n", ["not valid TOML", "at this position"]),
         ("x = " + "[" * 5000, ["not valid TOML"]),

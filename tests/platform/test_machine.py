@@ -53,7 +53,7 @@ def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(checks):
     paths.config_dir().mkdir(parents=True)
     (paths.config_dir() / "config.toml").write_text("[lod]\n")
     by_name = checks(code=1)
-    assert 'unknown key "lod"; did you mean "load"?' in by_name["configuration"]["found"]
+    assert "unknown key `lod`; did you mean `load`?" in by_name["configuration"]["found"]
     assert by_name["llama.cpp"]["status"] == "ok"
 
 

@@ -79,14 +79,14 @@ BAD_ENTRIES = [
     ({}, "neither `command` nor `url`"),
     ({"command": "x", "url": "https://x"}, "`command` and `url` are both set"),
     ({"url": "ftp://x"}, "is not an http or https URL"),
-    ({"command": 5}, "$.command"),
-    ({"command": "x", "args": "y"}, "$.args"),
-    ({"command": "x", "env": []}, "$.env"),
-    ({"url": ["https://x"]}, "$.url"),
+    ({"command": 5}, "`command` is 5"),
+    ({"command": "x", "args": "y"}, "`args` is "),
+    ({"command": "x", "env": []}, "`env` must be a table"),
+    ({"url": ["https://x"]}, "`url` is a list"),
     ({"command": "a\0b"}, "a NUL character"),
     ({"command": "x", "env": {"PATH": "/a\0b"}}, "a NUL character"),
-    ("npx", "Expected `object`"),
-    (None, "Expected `object`"),
+    ("npx", "must be a table"),
+    (None, "must be a table"),
 ]
 
 
