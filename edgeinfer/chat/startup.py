@@ -14,7 +14,8 @@ import msgspec
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.config.config_file import ChatConfig
+from edgeinfer.config.config_file import ChatConfig, name_origin
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import EngineHost, LoadProgress, ProcessStart
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
@@ -101,7 +102,11 @@ class Engines:
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         with self._loading:
-            return self._get(model, options, progress)
+            try:
+                return self._get(model, options, progress)
+            except EdgeInferError as error:
+                name_origin(error)
+                raise
 
     def _get(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Engine:
         if self._first is not None and model != self._first[0]:

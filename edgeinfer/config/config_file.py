@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -14,8 +15,8 @@ import msgspec
 
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.config.sampling_options import MAX_TOKENS, SAMPLING_OPTIONS, SamplingOption
-from edgeinfer.config.toml_file import TomlFile, convert
-from edgeinfer.errors import ConfigError, OfflineError
+from edgeinfer.config.toml_file import TomlFile, convert, key_name, leaves
+from edgeinfer.errors import ConfigError, EdgeInferError, OfflineError
 from edgeinfer.platform import listening, paths
 
 
@@ -307,6 +308,33 @@ def _parse(
     if bundled:
         document.setdefault("default-model", bundled)
     return convert(document, Config, file.position)
+
+
+def name_origin(error: EdgeInferError, typed: Iterable[str] = ()) -> None:
+    """If the message of `error` quotes a value of config.toml, add to the message which key has it.
+
+    Values that occur in `typed`, the words of the command line, are left out.
+    """
+    try:
+        file = TomlFile(config_path(), config_path().read_bytes())
+    except (OSError, ConfigError):
+        return
+    for keys, value in leaves(file.tables):
+        text = str(value)
+        is_quoted = len(text) > 3 and re.search(_quotation(value), error.message)
+        if is_quoted and not any(text in word for word in typed):
+            position = file.position(keys)
+            if position not in error.message:
+                error.message += f" ({key_name(keys)} in {position})"
+            return
+
+
+def _quotation(value: object) -> str:
+    """Return a pattern of a configured value in a message, but not of other words and numbers."""
+    text = re.escape(str(value))
+    if not isinstance(value, str):
+        return rf":{text}\b"  # a port
+    return rf"[\"'`]{text}[\"'`]" if value.isalpha() else rf"(?<![\w./-]){text}(?![\w-])"
 
 
 def way_out_of_offline(config: Config) -> str:

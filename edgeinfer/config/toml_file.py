@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from types import UnionType
@@ -53,6 +53,15 @@ class TomlFile:
             if str(keys[-1]) in lines[number - 1] and _lacks("\n".join(lines[: number - 1]), keys):
                 return f"{self.path}, line {number}"
         return str(self.path)
+
+
+def leaves(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield every value in tables and lists that is neither of both, with its keys."""
+    if not isinstance(value, dict | list):
+        yield keys, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(inner, (*keys, key))
 
 
 def _lacks(text: str, keys: Keys) -> bool:

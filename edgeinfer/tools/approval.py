@@ -93,13 +93,16 @@ class Pattern(msgspec.Struct, frozen=True):
         return _glob(self.server, server, flags) and _glob(self.tool, tool, flags)
 
 
-def parse(text: str) -> Pattern:
-    """Parse a pattern such as `files.write(path=notes/*)`. Raises ConfigError if it is invalid."""
+def parse(text: str, origin: str = "") -> Pattern:
+    """Parse a pattern such as `files.write(path=notes/*)`.
+
+    Raises ConfigError if it is invalid; its message begins with `origin`.
+    """
     match = _PATTERN.fullmatch(text.strip())
     inner = match[3] if match else None
     pairs = _ARGUMENT.findall(inner or "")
     if match is None or sum(len(m[0]) for m in _ARGUMENT.finditer(inner or "")) != len(inner or ""):
-        problem = f"{text!r} is not a pattern `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)`"
+        problem = f"{origin}{text!r} is not a pattern `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)`"
         raise ConfigError(problem, hint="e.g. `files.*` or `files.write(path=notes/*)`")
     arguments = tuple((_unescape(name), value) for name, value in pairs)
     return Pattern(match[1], match[2], arguments, is_bare=inner == "")
@@ -244,8 +247,8 @@ class Approvals:
     """Decides which calls need the user's approval, by configured patterns and earlier permissions."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
-        self.allow = [parse(text) for text in config.allow]
-        self._deny = [parse(text) for text in config.deny]
+        self.allow = [parse(text, "`tools.allow` in config.toml: ") for text in config.allow]
+        self._deny = [parse(text, "`tools.deny` in config.toml: ") for text in config.deny]
         self._by_conversation: dict[Hashable, list[Pattern]] = {}
         self._folder = folder.resolve()
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 import pytest
 
-from edgeinfer.config.config_file import Config, load_config
-from edgeinfer.errors import ConfigError
+from edgeinfer.config.config_file import Config, load_config, name_origin
+from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.models import catalog
 from edgeinfer.models.catalog import Model
 
@@ -204,3 +204,44 @@ def test_model_without_sources_may_be_a_misspelt_one(tmp_path, monkeypatch):
         catalog.load_catalog(path)
     assert refused.value.message == f'{path}, line 1: model "qwen3-4bb": the key `sources` is missing'
     assert "did you mean [models.qwen3-4b]?" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("none of the files can be read", ""),
+        ("the prompt has 9000 tokens", ""),
+        ("draft model 'none': no such model", "load.draft"),
+        ("cannot listen on 127.0.0.1:9000: refused", "serve.port"),
+        ("cannot listen on 127.0.0.1:90000: refused", ""),
+    ],
+)
+def test_word_of_a_message_is_not_taken_for_a_configured_one(message, key, tmp_path, monkeypatch):
+    lines = ('load.draft = "none"', 'tools.builtin = ["read"]', "serve.port = 9000")
+    (path := tmp_path / "config.toml").write_text("\n".join(lines))
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
+    error = UsageError(message)
+    name_origin(error)
+    numbers = {line.split(" ")[0]: number for number, line in enumerate(lines, 1)}
+    assert error.message == message + (key and f" (`{key}` in {path}, line {numbers[key]})")
+
+
+TEXTS = [keys for load, keys, kind in KEYS if load is load_config_line and members(kind)[0] is str]
+
+
+@pytest.mark.parametrize("keys", TEXTS, ids=toml_key)
+def test_later_error_about_a_configured_text_names_its_key(keys, tmp_path, monkeypatch):
+    (path := tmp_path / "config.toml").write_text(f'# one\n{toml_key(keys)} = "my-value.x"\n')
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
+    load_config()
+    position = f" (`{toml_key(keys)}` in {path}, line 2)"
+    for message, typed, added in (
+        ("no model is called 'my-value.x'", ("run", "hello"), position),
+        ("my-value.x:8080: refused", (), position),
+        ("no model is called 'my-value.x'", ("run", "--lora=my-value.x"), ""),
+        ("no model is called 'my-value.xy' or /my-value.x", (), ""),
+        (f"{path}, line 2: my-value.x is wrong", (), ""),
+    ):
+        error = UsageError(message)
+        name_origin(error, typed)
+        assert error.message == message + added

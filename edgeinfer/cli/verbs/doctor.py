@@ -22,7 +22,13 @@ import msgspec
 from edgeinfer import __version__, error_text, typed_options
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
-from edgeinfer.config.config_file import Config, config_path, load_config, way_out_of_offline
+from edgeinfer.config.config_file import (
+    Config,
+    config_path,
+    load_config,
+    name_origin,
+    way_out_of_offline,
+)
 from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
 from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
@@ -255,6 +261,7 @@ def _catalogue() -> Finding:
         text = f"{text}, not pulled yet"
         return Finding("todo", text, f"edgeinfer pull {config.default_model}")
     except EdgeInferError as error:
+        name_origin(error)
         return Finding("fail", f"{text}: {error.message}", error_text.hint(error))
     return Finding("ok", text)
 
