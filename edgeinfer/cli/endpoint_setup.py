@@ -110,6 +110,9 @@ async def _serve(
         keep_alive_s=config.keep_alive_s,
         aliases=config.aliases,
     )
+    for name, target in models.aliases_without_model().items():
+        problem = f"`serve.aliases` in config.toml: {name} means {target}, which is not on this machine"
+        log.warning("alias", message=problem)
     endpoint = Endpoint(
         models,
         most,

@@ -141,6 +141,11 @@ class ModelPool:
         names = (self.default, *self._entries)
         return [*(AvailableModel(name=name) for name in names), *self._list_pulled()]
 
+    def aliases_without_model(self) -> dict[str, str]:
+        """Return name → model of the aliases whose model is not on this machine."""
+        aliases = self._aliases.table.items()
+        return {name: target for name, target in aliases if target and self._find(target) is None}
+
     def only_model(self) -> str | None:
         """Return the default model if every unknown name means this model; otherwise None.
 
@@ -416,6 +421,7 @@ class Aliases:
     """
 
     def __init__(self, table: Mapping[str, str]) -> None:
+        self.table = table
         self.exact = {name: target for name, target in table.items() if "*" not in name}
         self._by_name = {plain_name(name): target for name, target in self.exact.items()}
         self._patterns = {name: target for name, target in table.items() if "*" in name and target}

@@ -8,7 +8,7 @@ from fixed_chat import MEMORY, MODEL, SHELF, FixedHost
 from msgspec.structs import replace
 
 from edgeinfer.chat.model_choices import list_choices
-from edgeinfer.config.config_file import KEY_NAMES, load_config
+from edgeinfer.config.config_file import KEY_NAMES, ChatConfig, load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.models.fits import fit
 from edgeinfer.models.progress import PullProgress, progress_text
@@ -251,6 +251,12 @@ async def test_theme_is_picked_and_kept(drive):
         await d.press("down", "enter")
         await d.until(lambda: d.app.screen is d.chat)
         assert d.app.theme == load_config().chat.theme == "edgeinfer-light"
+
+
+async def test_theme_that_does_not_exist_is_named(drive):
+    async with drive(config=ChatConfig(theme="no-such")) as d:
+        messages = [note.message for note in d.app._notifications]
+        assert any("no theme 'no-such' (`chat.theme` in config.toml)" in text for text in messages)
 
 
 @pytest.mark.parametrize("leave", ["escape", "ctrl+c"])

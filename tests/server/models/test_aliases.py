@@ -9,6 +9,7 @@ from least_requests import GENERATING, OLLAMA
 from edgeinfer.cli.endpoint_setup import ModelAdmin
 from edgeinfer.models.catalog import user_path
 from edgeinfer.server.model_entry import LoadedEngine
+from edgeinfer.server.model_pool import AvailableModel, ModelPool
 
 SLASHED = "ollama/someone/tiny:1b"
 ALIASES = {"gpt-4o": SLASHED, "claude-opus-*": SLASHED, "small": "default", "claude-*": "default"}
@@ -42,6 +43,18 @@ def test_an_alias_is_honoured_on_every_dialect(live_server, route: str, name: st
     assert reply.headers["x-edgeinfer-model"] == target
     if route not in OLLAMA and not route.startswith("/api/"):  # Ollama repeats the name that was sent
         assert reply.json().get("model", target) == target
+
+
+def test_aliases_of_missing_models_are_listed() -> None:
+    models = [AvailableModel(name=SLASHED)]
+    pool = ModelPool(
+        load=lambda *_: LoadedEngine(engine=FakeEngine()),
+        list_pulled=lambda: models,
+        default="main",
+        keep_alive_s=1,
+        aliases=ALIASES,
+    )
+    assert pool.aliases_without_model() == {"gone": "not-here", "gpt-*": "not-here"}
 
 
 def test_a_models_own_name_needs_no_header(live_server) -> None:
