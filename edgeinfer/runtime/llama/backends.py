@@ -272,7 +272,9 @@ def find_devices(
         elif devices := request.choose(outcome.devices):
             yield devices
         else:
-            reasons.append(f"{file.name} has no device that was requested")
+            names = f"{' or '.join(request.devices)} (`gpu.devices` in config.toml)"
+            device = names if request.devices else "that was requested"
+            reasons.append(f"{file.name} has no device {device}")
     if len(reasons) == len(files):
         raise OffloadRefused("; ".join(reasons) or "no GPU library was found: see `edgeinfer doctor`")
 

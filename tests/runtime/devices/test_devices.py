@@ -105,7 +105,8 @@ def test_all_some_and_no_layers_give_the_cpus_text(scenarios: Scenarios, alone: 
     if not has_gpu():
         assert not found["auto"]["opened"], "nothing is opened where there is nothing to find"
     assert found["one"]["opened"]
-    assert found["named"]["said"] == ["no layers on a GPU: vulkan has no device that was requested"]
+    refusal = "vulkan has no device Vulkan9 (`gpu.devices` in config.toml)"
+    assert found["named"]["said"] == [f"no layers on a GPU: {refusal}"]
     assert found["while"]["place"] == found["one"]["place"]
     assert found["while"]["texts"] == alone["long"]["texts"]
 

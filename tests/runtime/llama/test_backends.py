@@ -311,6 +311,13 @@ def test_show_fits_and_a_launch_use_the_first_backend_with_chosen_devices(
     assert str(layer_plan) == f"none: {refused.value}"
 
 
+def test_missing_device_is_named_with_its_key(outcomes: Outcomes) -> None:
+    outcomes[FILES[0].name] = LoadedBackend(file=FILES[0], devices=(RTX,))
+    request = OffloadRequest(devices=("Vulkan9",))
+    with pytest.raises(OffloadRefused, match=r"no device Vulkan9 \(`gpu.devices` in config.toml\)"):
+        list(backends.find_devices(request, backend_loading.load_after_probe))
+
+
 def test_library_that_crashes_in_another_process_is_not_opened(
     outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
