@@ -58,6 +58,7 @@ struct File {  // a mapped file: the addresses [low, high) are those of its byte
     int64_t offset;
     int fd;  // with O_DIRECT, unless the file system lacks it
     struct stat opened;
+    bool holds(const uint8_t *p) const { return p >= low && p < high; }
     uint8_t *address(int64_t at) const { return low + (at - offset); }
 };
 struct Weight;
@@ -65,8 +66,7 @@ struct Slice {  // an expert, or a whole weight without experts
     Weight *weight;
     const uint8_t *at = nullptr;  // address in a slot or in the mapping, set when it is requested
     int n_reads = 0;              // number of unfinished reads
-    int n_uses = 1;               // number of uses by the product that needed it last
-    int64_t group = -1;           // Stream::group that needed it last
+    int64_t turn = 0;             // number of its next use: list_needed() numbers all uses of slices in the order of the graph
     double key = -INFINITY;       // log2 of the sum of uses; each use counts half after kHalf tokens, which keeps the order of keys
 };
 struct Read {  // a read of whole pages
@@ -75,52 +75,47 @@ struct Read {  // a read of whole pages
     size_t bytes;
     uint8_t *to;  // destination; null: the mapping
 };
-enum Kind { kPinned, kStreamed, kExperts };
 struct Weight {
     File *file;
     int64_t offset;
-    size_t bytes;  // bytes of a slice
-    Kind kind;
-    const ggml_tensor *ids = nullptr;
+    size_t bytes;                      // bytes of a slice
+    bool is_pinned;                    // otherwise, slices are read into slots
+    const ggml_tensor *ids = nullptr;  // the experts that the graph chooses; null without experts
     std::vector<Slice> slices;
     int64_t start(const Slice &s) const { return offset + (&s - slices.data()) * bytes; }
     size_t slot_bytes() const { return round_up(bytes) + kPage; }
 };
 
-std::atomic<bool> g_is_damaged;
 struct sigaction g_before;
 
 }  // namespace
 
 struct Stream {
     std::mutex mutex;
-    std::condition_variable work, done;  // work: a read was requested; done: a slice was read, or a thread has passed an expert
+    std::condition_variable work, done;  // work: a read was requested; done: a slice was read, or a thread has passed all experts
     std::vector<File> files;
     std::deque<Read> reads;
     std::vector<std::thread> readers;
     bool is_stopping = false;
     int failure = 0;
+    std::atomic<bool> is_damaged = false;  // whether pages of the mapping are zeros of on_bus_error
     double waited_s = 0;
     int64_t bytes_read = 0, moved = 0;
 
     std::unordered_map<const void *, Weight> weights;
     std::vector<Weight *> recorded, order;  // weights of the graph being planned, and of the graph being computed
+    bool is_mixture = false;                // all weights but experts are pinned
     std::map<double, Weight *> movable;     // weights that can be streamed; for any n, the first n are spread evenly over the graph
     int64_t movable_bytes = 0, to_stream, faults = 0;
     bool has_lost = false;  // whether the last graph lost pinned pages
 
-    size_t ring_bytes, most_room, room, used = 0;  // bytes of slots: for dense weights (0: a mixture); limit at the start; limit now; in use
-    std::map<size_t, std::vector<uint8_t *>> free_slots;  // by size; pages are in memory only while a slot is in use
-    std::vector<Slice *> cached;
-    std::vector<std::pair<void *, size_t>> areas;
+    size_t most_room, room, used = 0;  // bytes of slots: limit at the start; limit now; in use
+    std::vector<Slice *> cached;       // slices in slots
 
-    Weight *present = nullptr;     // weight of the product being computed
-    std::vector<int> reached;      // the expert that each thread is at
-    std::vector<Slice *> needed;   // slices that this product needs, then those of the next ones, in order
-    size_t n_requested = 0;        // number of needed slices that are requested
-    int64_t group = 0;             // counts dense products, and layers with experts, whose products need the same experts
-    const ggml_tensor *ids = nullptr;  // the chosen experts of the layer
-    int64_t tokens = 0;
+    Weight *present = nullptr;     // weight of the product being computed; null if it is not in the files
+    std::deque<Slice *> needed;    // slices that this product and later ones need, in order, without those that are requested
+    std::vector<int64_t> reached;  // turn of the slice that each thread is at
+    int64_t last_turn = 0, tokens = 0;
 
     // ---- reading
 
@@ -168,9 +163,9 @@ struct Stream {
 
     // ---- weights, in the order of the graph
 
-    int64_t bytes_of(Kind kind) const {
+    int64_t dense_bytes(bool is_pinned) const {
         int64_t sum = 0;
-        for (auto &[data, w] : weights) sum += w.kind == kind ? w.bytes : 0;
+        for (auto &[data, w] : weights) sum += !w.ids && w.is_pinned == is_pinned ? w.bytes : 0;
         return sum;
     }
     Weight *find(const ggml_tensor *op) {
@@ -188,151 +183,139 @@ struct Stream {
     Weight *add(const ggml_tensor *op, bool is_accepted) {
         const ggml_tensor *from = op->src[0];
         const uint8_t *data = (const uint8_t *)from->data;
-        const auto file = std::find_if(files.begin(), files.end(), [&](const File &f) { return data >= f.low && data < f.high; });
+        const auto file = std::find_if(files.begin(), files.end(), [&](const File &f) { return f.holds(data); });
         if (file == files.end()) return nullptr;
-        const bool has_experts = op->op == GGML_OP_MUL_MAT_ID;
-        Weight w{&*file, data - file->low + file->offset, has_experts ? from->nb[2] : ggml_nbytes(from)};
-        w.kind = has_experts ? kExperts : kPinned;
-        const bool is_movable = !has_experts && w.bytes >= kLeast && w.slot_bytes() <= ring_bytes;
-        if (!is_accepted || ((has_experts || is_movable) && !reserve_slots(w.slot_bytes()))) {
-            madvise(file->address(round_down(w.offset)), round_up(ggml_nbytes(from)), MADV_NORMAL);
+        const int64_t offset = data - file->low + file->offset;
+        if (!is_accepted) {
+            madvise(file->address(round_down(offset)), round_up(ggml_nbytes(from)), MADV_NORMAL);
             return nullptr;
         }
-        w.slices.resize(has_experts ? from->ne[2] : 1);
-        Weight *added = &weights.emplace(data, std::move(w)).first->second;
-        for (Slice &s : added->slices) s.weight = added;
-        if (is_movable) movable[std::fmod(movable.size() * kGolden, 1)] = added, movable_bytes += added->bytes;
-        return added;
+        const bool has_experts = op->op == GGML_OP_MUL_MAT_ID;
+        const size_t bytes = has_experts ? from->nb[2] : ggml_nbytes(from);
+        Weight *w = &weights.emplace(data, Weight{&*file, offset, bytes, !has_experts}).first->second;
+        w->slices.resize(has_experts ? from->ne[2] : 1, Slice{w});
+        is_mixture |= has_experts;
+        if (!has_experts && bytes >= kLeast && w->slot_bytes() <= most_room)
+            movable[std::fmod(movable.size() * kGolden, 1)] = w, movable_bytes += bytes;
+        return w;
     }
-    bool reserve_slots(size_t bytes) {
-        if (free_slots.count(bytes)) return true;
-        if (bytes > room) return false;
-        void *p = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) return false;
-        madvise(p, room, MADV_DONTFORK);  // MADV_HUGEPAGE is not used: compaction for a gigabyte took 10 s
-        areas.push_back({p, room});
-        for (size_t at = 0; at + bytes <= room; at += bytes) free_slots[bytes].push_back((uint8_t *)p + at);
-        return true;
-    }
-
-    void begin_graph(std::unique_lock<std::mutex> &lock) {
-        order.swap(recorded), recorded.clear(), ids = nullptr, group++;
+    // Turns pinned weights into streamed ones, or back, so that about `to_stream` bytes are streamed.
+    void begin_graph() {
+        order.swap(recorded), recorded.clear();
         rusage now;
         getrusage(RUSAGE_SELF, &now);
         const int64_t lost = (now.ru_majflt - faults) * kPage;  // bytes read by page faults, because pinned pages were evicted
-        const bool is_again = std::exchange(has_lost, faults && lost > bytes_of(kPinned) / kLostShare);
+        const bool is_again = std::exchange(has_lost, faults && lost > dense_bytes(true) / kLostShare);
         if (has_lost && is_again) to_stream += lost;
         faults = now.ru_majflt;
-        choose(lock);
-        while (used > room && evict_one(0, false)) {}
-    }
-    // Turns pinned weights into streamed ones, or back, so that about `to_stream` bytes are streamed.
-    void choose(std::unique_lock<std::mutex> &lock) {
-        int64_t missing = to_stream;
+        int64_t missing = is_mixture ? 0 : to_stream;
         for (auto &[turn, w] : movable) {
-            const Kind kind = missing > (int64_t)w->bytes / 2 ? kStreamed : kPinned;
-            if (kind == kStreamed) missing -= w->bytes;
-            if (kind == w->kind) continue;
+            const bool is_pinned = missing <= (int64_t)w->bytes / 2;
+            if (!is_pinned) missing -= w->bytes;
             Slice &s = w->slices[0];
-            done.wait(lock, [&] { return !s.n_reads; });
-            if (kind == kStreamed) {
-                moved += s.at != nullptr;
-                const int64_t low = round_up(w->offset), high = round_down(w->offset + w->bytes);
-                madvise(w->file->address(low), high - low, MADV_DONTNEED);
-                posix_fadvise(w->file->fd, low, high - low, POSIX_FADV_DONTNEED);
-            } else if (s.at) {
-                evict(s, 0);
-            }
-            w->kind = kind, s.at = nullptr;
+            if (is_pinned == w->is_pinned || s.n_reads) continue;  // a weight that is being read is moved later
+            moved += s.at && !is_pinned;
+            evict(s);
+            w->is_pinned = is_pinned;
         }
+        while (Slice *victim = used > room ? find_victim(0) : nullptr) evict(*victim);
     }
 
     // ---- slots
 
-    // Evicts the least used slice that is not needed; a slot of `same` bytes keeps its pages, for reuse. Returns false if all slices
-    // are needed. For the present product, slices of later products, and experts that all threads have passed, may be evicted too.
-    bool evict_one(size_t same, bool is_for_present) {
-        const int first = is_for_present ? *std::min_element(reached.begin(), reached.end()) : 0;
+    static uint8_t *make_slot(size_t bytes) {
+        void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) return nullptr;
+        madvise(p, bytes, MADV_DONTFORK);  // MADV_HUGEPAGE is not used: compaction for a gigabyte took 10 s
+        return (uint8_t *)p;
+    }
+    // Returns a slice in a slot that is not needed from now to `turn`, or null: the least used one that is not needed later either.
+    Slice *find_victim(int64_t turn) const {
+        const int64_t now = *std::min_element(reached.begin(), reached.end());  // all threads have passed earlier turns
         Slice *victim = nullptr;
         for (Slice *s : cached) {
-            const bool is_past = is_for_present && (s->weight != present || s - present->slices.data() < first);
-            if (s->n_reads || (s->group == group && !is_past)) continue;
-            if (!victim || std::pair(s->group == group, s->key) < std::pair(victim->group == group, victim->key)) victim = s;
+            if (s->n_reads || (s->turn >= now && s->turn <= turn)) continue;
+            if (!victim || std::pair(s->turn > turn, s->key) < std::pair(victim->turn > turn, victim->key)) victim = s;
         }
-        if (victim) evict(*victim, same);
         return victim;
     }
-    void evict(Slice &s, size_t same) {
-        const size_t bytes = s.weight->slot_bytes();
-        uint8_t *slot = (uint8_t *)round_down((intptr_t)s.at);
-        if (bytes != same) madvise(slot, bytes, MADV_DONTNEED);
-        free_slots[bytes].push_back(slot);
-        used -= bytes, s.at = nullptr;
-        cached.erase(std::find(cached.begin(), cached.end(), &s));
+    // Removes a slice from memory. Returns its slot, for reuse, if the slot has `bytes` bytes; otherwise frees it and returns null.
+    uint8_t *evict(Slice &s, size_t bytes = 0) {
+        const Weight &w = *s.weight;
+        uint8_t *slot = (uint8_t *)round_down((intptr_t)std::exchange(s.at, nullptr));
+        const auto entry = std::find(cached.begin(), cached.end(), &s);
+        if (entry == cached.end()) {  // in the mapping
+            const int64_t low = round_up(w.start(s)), high = round_down(w.start(s) + w.bytes);
+            madvise(w.file->address(low), high - low, MADV_DONTNEED);
+            posix_fadvise(w.file->fd, low, high - low, POSIX_FADV_DONTNEED);
+            return nullptr;
+        }
+        cached.erase(entry), used -= w.slot_bytes();
+        if (w.slot_bytes() == bytes) return slot;
+        munmap(slot, w.slot_bytes());
+        return nullptr;
     }
     // Requests a slice unless it is in memory. Returns false while there is no slot for it.
     bool keep(Slice &s) {
-        const size_t bytes = s.weight->slot_bytes();
-        if (!s.at && s.weight->kind == kPinned) {
-            request(s, nullptr);
-        } else if (!s.at) {
-            auto &slots = free_slots[bytes];
-            while ((used && used + bytes > room) || slots.empty())  // a slice always fits if there is no other one
-                if (!evict_one(bytes, s.weight == present)) return false;
-            request(s, slots.back());
-            slots.pop_back();
-            used += bytes, cached.push_back(&s);
+        if (s.at) return true;
+        uint8_t *slot = nullptr;
+        if (!s.weight->is_pinned) {
+            const size_t bytes = s.weight->slot_bytes();
+            while (!slot && used && used + bytes > room) {  // a slice always fits if there is no other one
+                Slice *victim = find_victim(s.turn);
+                if (!victim) return false;
+                slot = evict(*victim, bytes);
+            }
+            if (!slot) slot = make_slot(bytes);  // null if the process may not have more memory: then the mapping is used
+            if (slot) cached.push_back(&s), used += bytes;
         }
-        const double now = tokens / kHalf;
-        if (s.group != group) s.key = std::log2(s.n_uses + std::exp2(s.key - now)) + now;
-        s.group = group;
+        request(s, slot);
         return true;
     }
     void keep_needed() {
-        while (n_requested < needed.size() && keep(*needed[n_requested])) n_requested++;
+        while (!needed.empty() && keep(*needed.front())) needed.pop_front();
     }
-    // Marks the dense weights from this one on as needed, to the end of the graph, then from its beginning, for the next step.
-    void need_dense(const Weight *w) {
-        group++;
-        const size_t n = order.size(), at = std::find(order.begin(), order.end(), w) - order.begin();
-        for (size_t i = at; i < at + n; i++)
-            if (order[i % n]->kind != kExperts) needed.push_back(&order[i % n]->slices[0]);
-    }
-    // Marks the experts of this product as needed, and the same experts of the layer's next products, so that many reads are queued.
-    void need_experts(Weight *w, const ggml_tensor *op, const int32_t *firsts) {
-        if (!ids) tokens += op->src[2]->ne[1];
-        group += ids != op->src[2], ids = op->src[2];
-        auto need = [&](Weight *product) {
-            for (size_t e = 0; e < product->slices.size(); e++)
-                if ((product->slices[e].n_uses = firsts[e + 1] - firsts[e])) needed.push_back(&product->slices[e]);
-        };
-        need(w);
-        if (12 * w->slot_bytes() * needed.size() > room) return;
-        for (auto next = std::find(order.begin(), order.end(), w); ++next != order.end() && (*next)->ids == ids;) need(*next);
+    // Lists the slices that this product and later ones need. After a dense weight, these are all dense weights to the end of the
+    // graph, then from its beginning, for the next step; for experts, the layer's other products, which need the same experts.
+    void list_needed(const int32_t *firsts) {
+        needed.clear();
+        const double now = tokens / kHalf;
+        const int64_t first_turn = last_turn + 1;
+        const size_t n = order.size(), at = std::find(order.begin(), order.end(), present) - order.begin();
+        for (size_t i = at; i < (present->ids ? n : at + n); i++) {
+            Weight *w = order[i % n];
+            for (size_t e = 0; e < w->slices.size() && w->ids == present->ids; e++) {
+                const int n_uses = w->ids ? firsts[e + 1] - firsts[e] : 1;
+                Slice &s = w->slices[e];
+                if (!n_uses || s.turn >= first_turn) continue;
+                if (w == present) s.key = std::log2(n_uses + std::exp2(s.key - now)) + now;
+                s.turn = ++last_turn, needed.push_back(&s);
+            }
+        }
     }
 
     // ---- products
 
     void begin(const ggml_tensor *op, const int32_t *firsts, int n_threads) {
         std::unique_lock<std::mutex> lock(mutex);
-        Weight *w = find(op);
-        if (!w) return;
-        if (!recorded.empty()) begin_graph(lock);
-        present = w, reached.assign(n_threads, 0);
-        needed.clear(), n_requested = 0;
-        if (w->kind == kExperts) need_experts(w, op, firsts);
-        else if (w->kind == kStreamed || !w->slices[0].at) need_dense(w);
+        present = find(op), reached.assign(n_threads, last_turn + 1);
+        if (!present) return;
+        if (!recorded.empty()) begin_graph(), tokens += op->src[1]->ne[1];
+        list_needed(firsts);
         keep_needed();
     }
     const uint8_t *slice(const ggml_tensor *op, int thread, int e) {
         std::unique_lock<std::mutex> lock(mutex);
-        Weight *w = find(op);
-        if (!w) return (const uint8_t *)op->src[0]->data + e * op->src[0]->nb[2];
-        reached[thread] = e;
-        if (e == (int)w->slices.size()) return done.notify_all(), nullptr;
-        const Slice &s = w->slices[e];
+        if (!present) return (const uint8_t *)op->src[0]->data + e * op->src[0]->nb[2];
+        const bool is_end = e == (int)present->slices.size();
+        reached[thread] = is_end ? last_turn + 1 : present->slices[e].turn;
+        if (is_end) return done.notify_all(), nullptr;
+        const Slice &s = present->slices[e];
         const auto before = std::chrono::steady_clock::now();
-        done.wait(lock, [&] { return keep_needed(), s.at && !s.n_reads; });
+        done.wait(lock, [&] {  // until `needed` is past it: a slice of `needed` may be in a slot, but may still be evicted
+            keep_needed();
+            return (needed.empty() || s.turn < needed.front()->turn) && !s.n_reads;
+        });
         waited_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
         return s.at;
     }
@@ -359,35 +342,36 @@ struct Stream {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         return code;
     }
-    // Returns the failure (errno or code) since the last call, 0 for none; after a failure, empties all slots.
+    // Returns the failure since the last call (errno or code), 0 for none. After a failure, no weight is in memory.
     int end() {
         std::unique_lock<std::mutex> lock(mutex);
-        int code = std::exchange(failure, 0);
+        int code = failure;
         for (const File &f : files) {
             struct stat now;
             if (code > 0 || fstat(f.fd, &now)) continue;
             if (now.st_size < f.opened.st_size) code = kShort;
             else if (memcmp(&now.st_mtim, &f.opened.st_mtim, sizeof now.st_mtim)) code = kChanged;
         }
-        if (g_is_damaged && !code) code = EIO;
+        if (is_damaged && !code) code = EIO;
         if (!code) return 0;
         done.wait(lock, [&] { return std::none_of(cached.begin(), cached.end(), [](Slice *s) { return s->n_reads; }); });
-        while (!cached.empty()) evict(*cached.back(), 0);
-        if (!g_is_damaged.exchange(false)) return code;
-        for (const File &f : files) {  // later steps must not use the zeros of on_bus_error
-            if (mmap(f.low, f.high - f.low, PROT_READ, MAP_SHARED | MAP_FIXED, f.fd, f.offset) == MAP_FAILED) g_is_damaged = true;
+        failure = 0;
+        while (!cached.empty()) evict(*cached.back());
+        for (auto &[data, w] : weights)
+            for (Slice &s : w.slices) s.at = nullptr;
+        if (!is_damaged.exchange(false)) return code;
+        for (const File &f : files) {  // later steps must not use the zeros
+            if (mmap(f.low, f.high - f.low, PROT_READ, MAP_SHARED | MAP_FIXED, f.fd, f.offset) == MAP_FAILED) is_damaged = true;
             madvise(f.low, f.high - f.low, MADV_RANDOM);
         }
-        for (auto &[data, w] : weights)
-            if (w.kind == kPinned && !w.slices[0].n_reads) w.slices[0].at = nullptr;  // request it again: bulk reads are faster than page faults
         return code;
     }
     ~Stream() {
         { std::lock_guard<std::mutex> lock(mutex); is_stopping = true; }
         work.notify_all();
         for (std::thread &t : readers) t.join();
-        for (auto [memory, bytes] : areas) munmap(memory, bytes);
-        for (File &f : files) close(f.fd);
+        while (!cached.empty()) evict(*cached.back());
+        for (File &f : files) madvise(f.low, f.high - f.low, MADV_NORMAL), close(f.fd);
     }
 };
 
@@ -396,8 +380,8 @@ namespace {
 void on_bus_error(int number, siginfo_t *info, void *) {
     uint8_t *page = (uint8_t *)round_down((intptr_t)info->si_addr);
     for (const File &f : g_stream->files)
-        if (page >= f.low && page < f.high) {
-            g_is_damaged = true;
+        if (f.holds(page)) {
+            g_stream->is_damaged = true;
             if (mmap(page, kPage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) return;
         }
     sigaction(number, &g_before, nullptr);  // not our page: the signal comes again, and goes to the previous handler
@@ -415,10 +399,9 @@ int edgeinfer_stream_start(int n, const char *const *paths, const int64_t (*mapp
                            int64_t streamed_bytes) {
     if (g_stream) return EBUSY;
     auto *stream = new Stream;
-    stream->ring_bytes = ring_bytes, stream->to_stream = streamed_bytes;
-    stream->room = stream->most_room = round_up(ring_bytes + expert_bytes);
+    stream->room = stream->most_room = ring_bytes + expert_bytes, stream->to_stream = streamed_bytes;
     if (const int code = stream->open(n, paths, mapped)) return delete stream, code;
-    g_is_damaged = false, g_stream = stream;
+    g_stream = stream;
     struct sigaction action {};
     action.sa_sigaction = on_bus_error, action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigaction(SIGBUS, &action, &g_before);
@@ -430,18 +413,18 @@ int edgeinfer_stream_end() { return g_stream ? g_stream->end() : 0; }
 void edgeinfer_stream_follow(int64_t available_bytes) {
     Stream &s = *g_stream;
     std::lock_guard<std::mutex> lock(s.mutex);
-    const int64_t free = available_bytes - s.bytes_of(kPinned) - (int64_t)(s.room - std::min(s.room, s.used));
+    const int64_t free = available_bytes - s.dense_bytes(true) - (int64_t)(s.room - std::min(s.room, s.used));
     const int64_t change = std::min<int64_t>(0, free - kLeastFree) + std::max<int64_t>(0, free - kAmpleFree);
     if (std::abs(change) < kLeastChange) return;
-    if (s.ring_bytes) s.to_stream = std::clamp<int64_t>(std::min(s.to_stream, s.movable_bytes) - change, 0, s.movable_bytes);
-    else s.room = std::clamp<int64_t>(s.room + change, 0, s.most_room);
+    if (s.is_mixture) s.room = std::clamp<int64_t>(s.room + change, 0, s.most_room);
+    else s.to_stream = std::clamp<int64_t>(std::min(s.to_stream, s.movable_bytes) - change, 0, s.movable_bytes);
 }
 // Returns bytes read, seconds waited, number of weights moved to slots; and bytes of pinned weights, streamed weights and cached
 // experts
 void edgeinfer_stream_statistics(double *to) {
     Stream &s = *g_stream;
     std::lock_guard<std::mutex> lock(s.mutex);
-    const double pinned = s.bytes_of(kPinned), streamed = s.bytes_of(kStreamed), experts = s.ring_bytes ? 0 : s.used;
+    const double pinned = s.dense_bytes(true), streamed = s.dense_bytes(false), experts = s.is_mixture ? s.used : 0;
     const double all[] = {(double)s.bytes_read, s.waited_s, (double)s.moved, pinned, streamed, experts};
     memcpy(to, all, sizeof all);
 }

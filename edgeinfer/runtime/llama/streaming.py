@@ -83,9 +83,9 @@ def start(owner: object, paths: tuple[str, ...], plan: StreamingPlan | None) -> 
     if active is not None and active.owner is owner:
         return
     files = {os.path.realpath(path) for path in paths}
-    advise([Range(area.low, area.high) for area in areas() if area.path in files], NORMAL)
-    # now each file is one area of /proc/self/maps: Linux joins areas that have equal advice
+    # a file is one area of /proc/self/maps, because all of it has equal advice
     mapped = {area.path: area for area in areas() if area.path in files}
+    advise([Range(area.low, area.high) for area in mapped.values()], NORMAL)
     level = libllama.build_info().kernels
     if plan is None or not level or active is not None or len(mapped) < len(files):
         return
