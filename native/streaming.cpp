@@ -395,11 +395,10 @@ const uint8_t *stream_slice(const ggml_tensor *op, int thread, int expert) { ret
 extern "C" {
 // Starts streaming from n files; `mapped` has the first three fields of File for each. Returns an errno, or 0. Called between two
 // steps, like the following functions. One model at a time.
-int edgeinfer_stream_start(int n, const char *const *paths, const int64_t (*mapped)[3], int64_t ring_bytes, int64_t expert_bytes,
-                           int64_t streamed_bytes) {
+int edgeinfer_stream_start(int n, const char *const *paths, const int64_t (*mapped)[3], int64_t slot_bytes, int64_t streamed_bytes) {
     if (g_stream) return EBUSY;
     auto *stream = new Stream;
-    stream->room = stream->most_room = ring_bytes + expert_bytes, stream->to_stream = streamed_bytes;
+    stream->room = stream->most_room = slot_bytes, stream->to_stream = streamed_bytes;
     if (const int code = stream->open(n, paths, mapped)) return delete stream, code;
     g_stream = stream;
     struct sigaction action {};

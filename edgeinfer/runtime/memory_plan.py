@@ -161,9 +161,9 @@ _FALLBACK_CTX = 4096
 _USEFUL_KV_BYTES = 1 << 30
 #: Memory (bytes) that the process takes in addition to the model.
 _PROCESS_BYTES = 64 << 20
-#: Least size (bytes) of the ring buffer for streamed weights. The ring has room for two tensors: one is
+#: Least memory (bytes) for streamed weights of a dense model. There is room for two tensors: one is
 #: read while the other is multiplied. Each may need two more pages of 64 KiB (_PADDING_BYTES).
-_RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
+_SLOT_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, and at least 1/20 of the machine's memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
 #: Shortest automatic context (tokens, f16 cache) of a model with streamed weights. A longer automatic
@@ -183,24 +183,15 @@ _ASSUMED_DISK_BYTES_PER_S = 500e6
 class StreamingPlan:
     """How the weights of a model that does not fit into memory are divided (bytes).
 
-    `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model,
-    `streamed_bytes`, are read from disk at every step, into a ring buffer of `ring_bytes`. Of a mixture
-    of experts, all weights except experts are pinned; experts are cached in `expert_bytes`.
+    `pinned_bytes` of the mapped file stay in memory. Other weights are read into slots, `slot_bytes` of
+    separate memory: of a dense model, each weight that is not pinned, at every step; of a mixture of
+    experts, the experts, which stay while they are used often. A step of one token reads `read_bytes`
+    from the disk, an estimate for a mixture.
     """
 
     pinned_bytes: int
-    ring_bytes: int
-    expert_bytes: int
-    streamed_bytes: int
-
-    def miss_share(self, shape: Shape) -> float:
-        """Estimate the share of a token's experts that must be read from disk; 0.0 without experts."""
-        held = self.expert_bytes / shape.expert_bytes if shape.expert_bytes else 1.0
-        return (1.0 - min(1.0, held)) ** _MISS_POWER
-
-    def read_bytes(self, shape: Shape) -> int:
-        """Estimate the bytes that a step of one token reads from the disk."""
-        return self.streamed_bytes + int(shape.used_expert_bytes * self.miss_share(shape))
+    slot_bytes: int
+    read_bytes: int
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,21 +331,23 @@ def make_exact_plan(
 def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> StreamingPlan | None:
     """Decide which weights stay in the memory that a context leaves, and which are streamed.
 
-    Returns None if there is too little memory: for the ring and the output of a dense model, or for the
-    experts that a token uses in one layer of a mixture of experts.
+    Returns None if there is too little memory: for the output and the slots of a dense model, or for
+    the experts that a token uses in one layer of a mixture of experts.
     """
     margin = max(_STREAMING_MARGIN_BYTES, available_bytes // _STREAMING_MARGIN_SHARE)
     weights_budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
     dense_bytes = shape.weights_bytes - shape.unread_bytes - shape.expert_bytes
     if shape.expert_bytes:
         slots = min(weights_budget - dense_bytes, shape.expert_bytes)
-        least_bytes = shape.used_expert_bytes // max(1, shape.n_layer)
-        return StreamingPlan(dense_bytes, 0, slots, 0) if slots >= least_bytes else None
-    ring = max(_RING_BYTES, 2 * (shape.layer_tensor_bytes + _PADDING_BYTES))
-    pinned = min(weights_budget - ring, dense_bytes)
+        if slots < shape.used_expert_bytes // max(1, shape.n_layer):
+            return None
+        miss_share = (1.0 - slots / shape.expert_bytes) ** _MISS_POWER
+        return StreamingPlan(dense_bytes, slots, int(shape.used_expert_bytes * miss_share))
+    slots = max(_SLOT_BYTES, 2 * (shape.layer_tensor_bytes + _PADDING_BYTES))
+    pinned = min(weights_budget - slots, dense_bytes)
     if pinned < shape.embedding_bytes:
         return None
-    return StreamingPlan(pinned, ring, 0, dense_bytes - pinned)
+    return StreamingPlan(pinned, slots, dense_bytes - pinned)
 
 
 def _compute_bytes(shape: Shape, options: LoadOptions, kv_type: str, **limits: int) -> int:
@@ -391,7 +384,7 @@ def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: f
 
     Without `streaming`, the worst case is assumed: all weights that a token uses are read from disk.
     """
-    n_bytes = streaming.read_bytes(shape) if streaming else shape.weights_bytes_per_token
+    n_bytes = streaming.read_bytes if streaming else shape.weights_bytes_per_token
     return (disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S) / max(1, n_bytes)
 
 
@@ -406,10 +399,11 @@ def disk_warning(shape: Shape, machine: Machine, plan: MemoryPlan, disk_bytes_pe
     source = "measured just now" if disk_bytes_per_s else "assumed"
     placement = "they are read from disk again and again"
     if streaming := plan.streaming:
-        held = format_bytes(streaming.pinned_bytes + streaming.expert_bytes)
-        placement = f"{held} of them stay in memory, the others are read from disk for each token"
-        if streaming.expert_bytes:
-            hits = 1.0 - streaming.miss_share(shape)
+        held_bytes = streaming.pinned_bytes + (streaming.slot_bytes if shape.expert_bytes else 0)
+        placement = f"{format_bytes(held_bytes)} of them stay in memory"
+        placement += ", the others are read from disk for each token"
+        if shape.expert_bytes:
+            hits = 1.0 - streaming.read_bytes / max(1, shape.used_expert_bytes)
             source += f", if {hits:.0%} of the experts that a token uses are in memory"
     return (
         f"weights of {format_bytes(shape.weights_bytes)} do not fit into the"

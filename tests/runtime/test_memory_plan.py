@@ -11,7 +11,6 @@ from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.runtime.layer_plan import Device, LayerPlan, make_layer_plan
 from edgeinfer.runtime.memory_plan import (
     MemoryPlan,
-    StreamingPlan,
     choose_cells,
     choose_context,
     choose_parallel,
@@ -281,14 +280,13 @@ def test_pinned_and_streamed_weights_are_all_that_a_dense_model_reads(
     assert plan.from_disk or streaming is None
     if streaming is None:
         return
-    assert streaming.expert_bytes == 0
-    assert streaming.pinned_bytes + streaming.streamed_bytes == shape.weights_bytes - unread
-    assert streaming.ring_bytes >= max(64 << 20, 2 * tensor + 4 * 65536)
+    assert streaming.pinned_bytes + streaming.read_bytes == shape.weights_bytes - unread
+    assert streaming.slot_bytes >= max(64 << 20, 2 * tensor + 4 * 65536)
     assert streaming.pinned_bytes >= shape.embedding_bytes
-    used = streaming.pinned_bytes + streaming.ring_bytes + plan.buffers.kv_bytes // 4
+    used = streaming.pinned_bytes + streaming.slot_bytes + plan.buffers.kv_bytes // 4
     free = available - used - plan.buffers.compute_bytes - (64 << 20)
     assert free >= max(100_000_000, available // 20)
-    if streaming.streamed_bytes:
+    if streaming.read_bytes:
         assert free <= max(100_000_000, available // 20)  # nothing is left that could be pinned
 
 
@@ -299,9 +297,9 @@ def test_a_mixture_pins_all_but_experts_and_gives_them_the_other_memory(availabl
     assert plan.from_disk or streaming is None
     if streaming is None:
         return
-    assert (streaming.pinned_bytes, streaming.ring_bytes, streaming.streamed_bytes) == (GIB, 0, 0)
-    assert 2 * GIB // 48 <= streaming.expert_bytes <= 16 * GIB
-    used = GIB + streaming.expert_bytes + plan.buffers.kv_bytes // 4 + plan.buffers.compute_bytes
+    assert streaming.pinned_bytes == GIB
+    assert 2 * GIB // 48 <= streaming.slot_bytes <= 16 * GIB
+    used = GIB + streaming.slot_bytes + plan.buffers.kv_bytes // 4 + plan.buffers.compute_bytes
     assert available - used >= max(100_000_000, available // 20)
 
 
@@ -314,17 +312,17 @@ def test_memory_below_one_layers_experts_is_left_to_page_faults() -> None:
     least = next(n for n in range(GIB, 4 * GIB, 1 << 20) if plan_streaming(SPARSE, n, 0))
     streaming = plan_streaming(SPARSE, least, 0)
     assert streaming is not None
-    assert 2 * GIB // 48 <= streaming.expert_bytes < 2 * GIB // 48 + (1 << 20)
+    assert 2 * GIB // 48 <= streaming.slot_bytes < 2 * GIB // 48 + (1 << 20)
     assert plan_streaming(SPARSE, least - (1 << 20), 0) is None
 
 
 def test_a_second_process_pins_what_the_first_has_left() -> None:
     first = streaming_on(DENSE, 4 * GIB).streaming
     assert first is not None
-    ring_and_cache = first.ring_bytes + streaming_on(DENSE, 4 * GIB).buffers.kv_bytes
-    second = streaming_on(DENSE, 4 * GIB - ring_and_cache).streaming
+    slots_and_cache = first.slot_bytes + streaming_on(DENSE, 4 * GIB).buffers.kv_bytes
+    second = streaming_on(DENSE, 4 * GIB - slots_and_cache).streaming
     assert second is not None
-    assert first.pinned_bytes - second.pinned_bytes == pytest.approx(ring_and_cache, rel=0.06)
+    assert first.pinned_bytes - second.pinned_bytes == pytest.approx(slots_and_cache, rel=0.06)
 
 
 def test_an_automatic_context_of_streamed_weights_is_small() -> None:
@@ -334,18 +332,21 @@ def test_an_automatic_context_of_streamed_weights_is_small() -> None:
     assert 2048 <= plan.n_ctx.value <= 8192
 
 
-@given(first=st.integers(0, 16 * GIB), second=st.integers(0, 16 * GIB))
+@given(first=st.integers(2 * GIB, 20 * GIB), second=st.integers(2 * GIB, 20 * GIB))
 def test_more_memory_for_experts_never_reads_more(first: int, second: int) -> None:
-    few, many = (StreamingPlan(GIB, 0, held, 0) for held in sorted((first, second)))
-    assert few.read_bytes(SPARSE) >= many.read_bytes(SPARSE) >= 0
-    assert StreamingPlan(GIB, 0, 0, 0).read_bytes(SPARSE) == SPARSE.used_expert_bytes == 2 * GIB
-    assert StreamingPlan(GIB, 0, 16 * GIB, 0).read_bytes(SPARSE) == 0
+    few, many = (plan_streaming(SPARSE, available, 0) for available in sorted((first, second)))
+    assert few is not None
+    assert many is not None
+    assert SPARSE.used_expert_bytes == 2 * GIB > few.read_bytes >= many.read_bytes >= 0
+    most = plan_streaming(SPARSE, 20 * GIB, 0)
+    assert most is not None
+    assert (most.slot_bytes, most.read_bytes) == (16 * GIB, 0)
 
 
 def test_rate_is_that_of_the_disk_over_the_bytes_of_a_token() -> None:
     plan = streaming_on(DENSE, 4 * GIB)
     assert plan.streaming is not None
-    assert disk_pace(DENSE, plan.streaming, 1e9) == 1e9 / plan.streaming.streamed_bytes
+    assert disk_pace(DENSE, plan.streaming, 1e9) == 1e9 / plan.streaming.read_bytes
     assert disk_pace(DENSE, None, 1e9) == 1e9 / DENSE.weights_bytes
     text = disk_warning(DENSE, machine(4 * GIB), plan, 1e9)
     assert "stay in memory, the others are read from disk for each token" in text
@@ -375,7 +376,7 @@ def test_tensors_are_only_read_for_weights_that_do_not_fit() -> None:
     shape, plan = make_exact_plan(DENSE, options, machine(4 * GIB), lambda: sizes)
     assert plan.streaming is not None
     assert shape.unread_bytes == GIB
-    assert plan.streaming.pinned_bytes + plan.streaming.streamed_bytes == DENSE.weights_bytes - GIB
+    assert plan.streaming.pinned_bytes + plan.streaming.read_bytes == DENSE.weights_bytes - GIB
 
 
 def eight_b(n_layer: int, n_ff: int, n_vocab: int, n_ctx_train: int) -> Shape:

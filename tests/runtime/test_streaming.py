@@ -70,18 +70,22 @@ def keep_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "_MEMORY_S", 1e9)
 
 
+def is_mixture(model: Path) -> bool:
+    return model.stem.startswith("mixture")
+
+
 def plan_for(model: Path) -> StreamingPlan:
     """A plan that streams half of the weights, or has room for a third of the experts."""
-    if model.stem.startswith("mixture"):
-        return StreamingPlan(0, 0, N_EXPERTS * 4 * EXPERT_BYTES, 0)
-    return StreamingPlan(0, 8 * MIB, 0, STREAMED_BYTES)
+    if is_mixture(model):
+        return StreamingPlan(0, N_EXPERTS * 4 * EXPERT_BYTES, 0)
+    return StreamingPlan(0, 8 * MIB, STREAMED_BYTES)
 
 
 def least_plan(model: Path) -> StreamingPlan:
-    """One with a ring for one weight at a time, or slots for four experts."""
-    if model.stem.startswith("mixture"):
-        return StreamingPlan(0, 0, 5 * EXPERT_BYTES, 0)
-    return StreamingPlan(0, TENSOR_BYTES + 2 * os.sysconf("SC_PAGESIZE"), 0, 1 << 40)
+    """One with a slot for one weight at a time, or slots for four experts."""
+    if is_mixture(model):
+        return StreamingPlan(0, 5 * EXPERT_BYTES, 0)
+    return StreamingPlan(0, TENSOR_BYTES + 2 * os.sysconf("SC_PAGESIZE"), 1 << 40)
 
 
 def load(path: Path, **options: object) -> LlamaEngine:
@@ -139,8 +143,8 @@ def test_what_is_streamed_is_counted(model: Path) -> None:
     with streamed(model, plan) as engine:
         answer(engine, ask("The river", max_tokens=4))
         held, before = streaming.statistics(), engine.metrics()
-        if plan.expert_bytes:
-            assert 0 < held.expert_slot_bytes <= plan.expert_bytes
+        if is_mixture(model):
+            assert 0 < held.expert_slot_bytes <= plan.slot_bytes
         else:
             assert abs(held.streamed_bytes - STREAMED_BYTES) <= TENSOR_BYTES / 2
             assert held.pinned_bytes + held.streamed_bytes > model.stat().st_size - 2 * MIB
@@ -237,7 +241,7 @@ def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(model
     assert not set(direct) & set(numbers_of(model))
 
 
-PLAN = StreamingPlan(0, 8 * MIB, 0, STREAMED_BYTES)
+PLAN = StreamingPlan(0, 8 * MIB, STREAMED_BYTES)
 
 
 @pytest.fixture
@@ -310,7 +314,7 @@ from edgeinfer.runtime.memory_plan import StreamingPlan
 path, libc, page = {str(mapped[0])!r}, ctypes.CDLL(None), mmap.PAGESIZE
 with open(path, "rb") as file:
     mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-streaming.start(mapping, (path,), StreamingPlan(0, {8 * MIB}, 0, {STREAMED_BYTES}))
+streaming.start(mapping, (path,), StreamingPlan(0, {8 * MIB}, {STREAMED_BYTES}))
 assert streaming.active
 os.truncate(path, 0)
 most = int(open("/proc/sys/vm/max_map_count").read())
@@ -384,7 +388,7 @@ def test_weights_that_other_programs_push_out_again_and_again_are_streamed(model
             engine.between_steps(lambda: evict(model))
             answer(engine, ask(max_tokens=1))
         assert answer(engine, ask()).text == expected
-        if not plan.expert_bytes:  # of a mixture, only experts are streamed
+        if not is_mixture(model):  # of a mixture, only experts are streamed
             assert streaming.statistics().moved_weights_total > 0
             assert streaming.statistics().pinned_bytes < pinned_bytes
 
@@ -404,15 +408,15 @@ def test_less_free_memory_takes_weights_out_of_it_and_more_brings_them_back(mode
         engine.between_steps(lambda: follow(active, full.pinned_bytes + least_free - 20 * MIB))
         assert answer(engine, ask()).text == expected
         less = streaming.statistics()
-        if plan.expert_bytes:
-            assert less.expert_slot_bytes <= plan.expert_bytes - 20 * MIB
+        if is_mixture(model):
+            assert less.expert_slot_bytes <= plan.slot_bytes - 20 * MIB
         else:
             assert less.pinned_bytes < full.pinned_bytes - 18 * MIB
             assert less.moved_weights_total > 0
         engine.between_steps(lambda: follow(active, 1 << 40))
         assert answer(engine, ask()).text == expected
         again = streaming.statistics()
-        if plan.expert_bytes:
+        if is_mixture(model):
             assert again.expert_slot_bytes > less.expert_slot_bytes
         else:
             assert again.streamed_bytes == 0

@@ -95,7 +95,7 @@ def start(owner: object, paths: tuple[str, ...], plan: StreamingPlan | None) -> 
         len(mapped),
         (ctypes.c_char_p * len(mapped))(*map(os.fsencode, mapped)),
         (bounds * len(mapped))(*(bounds(a.low, a.high, a.offset) for a in mapped.values())),
-        *map(size, (plan.ring_bytes, plan.expert_bytes, plan.streamed_bytes)),
+        *map(size, (plan.slot_bytes, plan.read_bytes)),
     )
     if code:
         _log.warning(

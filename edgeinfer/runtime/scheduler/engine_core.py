@@ -36,7 +36,7 @@ _PICTURE_WAIT_S = 0.02
 #: Prefill time assumed before the first measurement (s per token and byte of weights): half of what a
 #: 4B model in Q4_0 takes on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
-#: Share of a step's time that reading streamed weights takes, however many tokens the step has.
+#: Share of a step's time that reading a dense model's weights takes, however many tokens the step has.
 _STREAMED_SHARE = 0.9
 
 
@@ -62,8 +62,7 @@ class EngineCore:
         shape = loaded.shape
         logits_share = min(1.0, shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
         streaming = loaded.plan.streaming
-        is_streamed = streaming is not None and streaming.streamed_bytes > 0
-        shared_share = _STREAMED_SHARE if is_streamed else 0.0
+        shared_share = _STREAMED_SHARE if streaming is not None and not shape.expert_bytes else 0.0
         step_costs = StepCurve(logits_share=logits_share, shared_share=shared_share)
         s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
         chunk_sizer = ChunkSizer(self._batch_invariance, s_per_token)
