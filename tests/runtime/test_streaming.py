@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import llama_cpp
 import made_families
 import pytest
 from made_families import FAMILIES, Family, make_family
 from msgspec.structs import replace
-from other_processes import wait_until
+from other_processes import run, wait_until
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -31,6 +32,7 @@ from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.memory_plan import StreamingPlan
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
+from ..conftest import ROOT
 from .conftest import answer, answers, ask
 
 MIB = 1 << 20
@@ -268,6 +270,22 @@ def test_zeros_that_stand_in_for_a_files_pages_end_with_the_step(
             streaming.active.check()
         assert mapping[:] == content
         streaming.stop(mapping)
+
+
+@pytest.mark.needs("sanitizers")
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_no_weight_changes_while_a_thread_reads_it(tmp_path: Path, sanitizer: str) -> None:
+    site = Path(llama_cpp.__file__).parents[1]
+    sources = (ROOT / "tests/runtime/stress_streaming.cpp", ROOT / "native/streaming.cpp")
+    headers = (f"-I{site / 'include'}", f"-I{ROOT / 'native'}")
+    libraries = (f"-L{site / 'llama_cpp/lib'}", "-l:libggml-base.so.0", "-pthread")
+    program = tmp_path / "stress"
+    options = ("-std=c++20", "-O1", f"-fsanitize={sanitizer}", *headers)
+    run("g++", *options, *sources, *libraries, "-o", program)
+    libraries_here = {**os.environ, "LD_LIBRARY_PATH": str(site / "llama_cpp/lib")}
+    # bytes of slots, bytes of weights that are streamed, number of experts
+    for plan in ("100000 0 8", "1500000 0 8", "2500000 20000000 0"):
+        run(program, tmp_path / "weights", *plan.split(), 10, 1, env=libraries_here)
 
 
 @contextlib.contextmanager
