@@ -235,28 +235,24 @@ def make_plan(
 
     A draft model that the options do not name is left out if both models do not fit together.
     """
+    plan = _make_plan(shape, options, machine)
     if draft is None:
-        return _make_plan(shape, options, machine)
-    plan = _plan_with_draft(shape, options, machine, draft)
-    if options.draft or plan.fits:
         return plan
-    without_draft = _make_plan(shape, options, machine)
-    return plan if plan.streaming is not None and not without_draft.fits else without_draft
-
-
-def _plan_with_draft(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape) -> MemoryPlan:
     n_seq = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
     limits = {"n_ubatch": DRAFT_BATCH, "n_seq_max": n_seq, "n_outputs": n_seq}
     compute_bytes = _compute_bytes(draft, options, "f16", **limits)
     machine = machine.without(draft.weights_bytes + compute_bytes)
     shape = msgspec.structs.replace(shape, kv_rows=(*shape.kv_rows, *draft.kv_rows))
-    plan = _make_plan(shape, options, machine)
+    both = _make_plan(shape, options, machine)
+    is_streamed_anyway = both.streaming is not None and not plan.fits
+    if not (options.draft or both.fits or is_streamed_anyway):
+        return plan
     buffers = msgspec.structs.replace(
-        plan.buffers,
-        weights_bytes=plan.buffers.weights_bytes + draft.weights_bytes,
-        compute_bytes=plan.buffers.compute_bytes + compute_bytes,
+        both.buffers,
+        weights_bytes=both.buffers.weights_bytes + draft.weights_bytes,
+        compute_bytes=both.buffers.compute_bytes + compute_bytes,
     )
-    return msgspec.structs.replace(plan, buffers=buffers, has_draft=True)
+    return msgspec.structs.replace(both, buffers=buffers, has_draft=True)
 
 
 def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPlan:
