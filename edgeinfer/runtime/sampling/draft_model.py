@@ -10,7 +10,8 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -38,14 +39,13 @@ from edgeinfer.runtime.sampling.speculative import (
     Drafting,
     Run,
     SuffixDrafter,
-    compare,
     join,
+    learn,
 )
 
 #: Acceptance rates are learned for groups of draft tokens. The draft model's probability of a token
-#: decides the token's group. These are the bounds of the groups, and the first rate of each.
+#: decides the token's group. These are the bounds between groups; a group's first rate is its middle.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
-_START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 #: Acceptance rate expected of tokens before they are drafted: its first value, and the number of
 #: verified tokens that the rate counts as when an answer begins. The number is small, so that wrong
 #: drafts end soon.
@@ -54,8 +54,8 @@ _MEAN_START, _MEAN_TOKENS = 0.7, 3
 #: may write the text in other tokens: `"/` instead of `"`. So these draft tokens have an acceptance
 #: rate: its first value, and the least rate with which they are drafted.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
-#: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
-#: the difference, so that a draft model that was wrong or slow is tried again.
+#: Each step in which the draft model drafts nothing moves the expected rate and the cost towards the
+#: assumed ones, by this share of the difference, so that a model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
 #: How much drafts may still lose (`DraftModel.balance`, in steps of one token): at first, and at most.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
@@ -86,14 +86,15 @@ class DraftModel:
 
     def __init__(self, files: ModelFiles, options: LoadOptions) -> None:
         self._files, self._options = files, options
-        self._problem = files.no_draft
+        self._problem = files.no_draft or "no draft model is set"
         self._model: Any = None
         self.shape: Shape | None = None
         self.context = LlamaContext(None)
-        self.rates = [Acceptance(rate) for rate in _START]
-        self.mean, self.likely = Acceptance(_MEAN_START), Acceptance(_LIKELY_START)
-        self.balance = _FIRST_LOSS
         self.log_sum = LogSum()
+        bounds = pairwise((0.0, *_PROBABILITIES, 1.0))
+        self.rates = [Acceptance((low + high) / 2) for low, high in bounds]
+        self.mean = Acceptance(_MEAN_START)
+        self.balance = _FIRST_LOSS
         if files.draft_paths:
             with self._leave_out_if_unfit():
                 self._model = open_model(files.draft_paths)
@@ -123,12 +124,12 @@ class DraftModel:
         if self.shape is not None:
             with self._leave_out_if_unfit():
                 self._make_context(loaded, self.shape)
-        source = "as asked" if self._options.draft else "set in models.toml"
-        if self.shape is None:
-            loaded.choices["draft"] = Chosen("none", self._problem or "no draft model is set")
-            loaded.warnings += (self._warning,) if self._files.draft else ()
-        else:
+        if self.shape is not None:
+            source = "as asked" if self._options.draft else "set in models.toml"
             loaded.choices["draft"] = Chosen(self._files.draft, source)
+            return
+        loaded.choices["draft"] = Chosen("none", self._problem)
+        loaded.warnings += (self._warning,) if self._files.draft else ()
 
     def _make_context(self, loaded: LlamaModel, shape: Shape) -> None:
         self.large_vocab = loaded.vocab
@@ -141,26 +142,22 @@ class DraftModel:
             problem = "some token ids have different texts in the draft model and in the model"
         if problem:
             raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
-        n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES
         kv_type = loaded.choices["kv_type"].value if shape.can_quantize_kv else "f16"
+        options = msgspec.structs.replace(self._options, kv_type=kv_type)
+        n_seq_max = loaded.n_parallel + DRAFT_SPARE_SEQUENCES
+        limits = {"n_batch": DRAFT_BATCH, "n_seq_max": n_seq_max, "n_outputs": n_seq_max}
         self.context = open_context(
-            self._model,
-            msgspec.structs.replace(self._options, kv_type=kv_type),
-            n_cells=loaded.n_cells,
-            n_batch=DRAFT_BATCH,
-            n_seq_max=n_sequences,
-            n_threads=loaded.n_threads,
-            n_outputs=n_sequences,
+            self._model, options, n_cells=loaded.n_cells, n_threads=loaded.n_threads, **limits
         )
         self._batch = Batch.of(self.context, max_outputs=1)
         window = int(libllama.L.llama_model_n_swa(self._model))
         n_cells = self.context.n_cells
-        self.kv = KvCache(self.context, n_cells=n_cells, n_seq_max=n_sequences, window=window)
+        self.kv = KvCache(self.context, n_cells=n_cells, n_seq_max=n_seq_max, window=window)
         weights_bytes = loaded.shape.weights_bytes_per_token
         self.cost = self.least_cost = shape.weights_bytes_per_token / weights_bytes
 
-    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
-        """Append `tokens` to a sequence (logits for the last), and subtract the cost from `balance`.
+    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], budget: DraftBudget) -> bool:
+        """Append `tokens` to a sequence (logits for the last); add the cost to `budget`.
 
         Return False if `tokens` exceed a batch, the vocabulary or the free cells, or if decoding fails.
         """
@@ -173,26 +170,16 @@ class DraftModel:
             self.kv.remove_unrecorded_cells(cached_seq)
             return False
         self.kv.record_computed(cached_seq, tokens)
-        self.balance -= self.price(len(tokens))
+        budget.cost += self.price(len(tokens))
         return True
 
     def price(self, n_tokens: int) -> float:
         """Return the cost of computing `n_tokens` in one batch, in the unit of `cost`."""
         return self.cost * max(1.0, n_tokens * _PREFILL_SHARE)
 
-    def note_cost(self, cost: float) -> None:
-        """Record the cost of a draft token, smoothed: one bad measurement must not end drafting."""
+    def record_cost(self, cost: float) -> None:
+        """Update the moving average `cost`; the effect of one measurement is limited."""
         self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
-
-    def recover(self) -> None:
-        """Move the learned rates and the cost towards their first values, to try drafts again later."""
-        self.mean.recover(_MEAN_START, _RECOVERY)
-        self.likely.recover(_LIKELY_START, _RECOVERY)
-        self.cost += _RECOVERY * (self.least_cost - self.cost)
-
-    def earn(self, gain: float) -> None:
-        """Add `gain` (in the unit of `cost`) to `balance`, which has an upper limit."""
-        self.balance = min(_MOST_LOSS, self.balance + gain)
 
     def park(self) -> None:
         """Drop all cached sequences, and give the cells' memory back to the OS. Only while idle."""
@@ -224,47 +211,55 @@ class ModelDrafting(Drafting):
         self._model, self._request = model, request
         self._sampler = sampler
         self._mean = Acceptance(model.mean.rate, _MEAN_TOKENS)
-        self._cached: CachedSequence | None = None
+        self._likely = Acceptance(_LIKELY_START)
+        self._cached_seq: CachedSequence | None = None
         self._n_prompt = 0
-        self._drafted: list[Run] = []
+        #: The draft model's draft in the present step, how many of its runs are verified, and its cost.
+        self._model_runs: list[Run] = []
+        self._n_verified, self._spent = 0, 0.0
         #: Cost of a token of this answer in the present step, if nothing is drafted for this answer.
         self._token_cost = 1.0
 
-    def _choose_runs(
-        self, from_text: list[Run], tokens: Sequence[int], limit: int, budget: DraftBudget
+    def _take_runs(
+        self, text_runs: list[Run], tokens: Sequence[int], limit: int, budget: DraftBudget
     ) -> list[Run]:
-        began, model = time.perf_counter(), self._model
-        self._drafted, self._token_cost = [], 1.0 / budget.rate
+        model, cost_before = self._model, budget.cost
+        self._token_cost = 1.0 / budget.rate
         self._n_prompt = self._n_prompt or len(tokens)
-        model.earn(_LOSS_SHARE * self._token_cost)
         _, rate = budget.best(self._expect(limit))
-        if rate <= budget.best(from_text)[1]:
-            self._mean.recover(_MEAN_START, _RECOVERY)
-            model.recover()
-            return from_text
-        if pending := self._catch_up(tokens, self._token_cost - 1.0 / rate):
-            self._draft(pending, limit, budget)
-            model.balance -= max((cost for _, cost, _ in budget.totals(self._drafted)), default=0.0)
+        if rate <= budget.best(text_runs)[1]:
+            self._mean.rate += _RECOVERY * (_MEAN_START - self._mean.rate)
+            model.cost += _RECOVERY * (model.least_cost - model.cost)
+            return budget.take(text_runs)
+        began = time.perf_counter()
+        with suppress(InvalidRequestError):  # the grammar's parser reached a limit
+            if pending := self._prefill(tokens, self._token_cost - 1.0 / rate, budget):
+                self._draft(pending, limit, budget)
         budget.model_s += time.perf_counter() - began
-        return max(from_text, self._drafted, key=lambda runs: budget.best(runs)[1])
+        self._spent = budget.cost - cost_before
+        draft = max(text_runs, self._model_runs, key=lambda runs: budget.best(runs)[1])
+        runs = budget.take(draft)
+        if draft is self._model_runs:
+            self._n_verified, self._spent = len(runs), budget.cost - cost_before
+        return runs
 
     def _expect(self, n: int) -> list[Run]:
-        """Return `n` runs that stand for tokens not drafted yet, with the expected rate and cost."""
+        """Return `n` runs in place of tokens not drafted yet, with the expected rate and cost."""
         return [Run((0,), self._mean, self._model.cost)] * n
 
-    def _catch_up(self, tokens: Sequence[int], gain: float) -> list[int]:
+    def _prefill(self, tokens: Sequence[int], gain: float, budget: DraftBudget) -> list[int]:
         """Prefill text that the draft model lacks, if drafts of the rest of the answer gain more.
 
         `gain` is per token. Return the tokens to compute next; [] if prefill does not pay or continues.
         """
         model, request = self._model, self._request
-        if self._cached is None and min(tokens) >= 0:  # the draft model cannot read pictures
+        if self._cached_seq is None and min(tokens) >= 0:  # the draft model cannot read pictures
             salt, reuse = request.cache_salt, request.cache_prompt
-            self._cached = model.kv.allocate(PromptTokens(tokens), (), salt, reuse=reuse)
-        if self._cached is None:
+            self._cached_seq = model.kv.allocate(PromptTokens(tokens), (), salt, reuse=reuse)
+        if self._cached_seq is None:
             return []
-        n = min(common_prefix(self._cached.tokens, tokens), len(tokens) - 1)
-        model.kv.truncate(self._cached, n)
+        n = min(common_prefix(self._cached_seq.tokens, tokens), len(tokens) - 1)
+        model.kv.truncate(self._cached_seq, n)
         pending = list(tokens[n:])
         n_done = len(tokens) - self._n_prompt
         n_left = max(_LEAST_ANSWER_TOKENS, n_done)
@@ -274,49 +269,50 @@ class ModelDrafting(Drafting):
             return []
         if len(pending) <= DRAFT_BATCH:
             return pending
-        model.compute(self._cached, pending[:DRAFT_BATCH])
+        model.compute(self._cached_seq, pending[:DRAFT_BATCH], budget)
         return []
 
     def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> None:
-        """Draft about `limit` tokens after the text that ends with `pending`."""
-        assert self._cached is not None
-        model, runs = self._model, self._drafted
+        """Draft runs while one more should pay, and up to about `limit` tokens.
+
+        `pending` is the end of the text, which the draft model must compute first.
+        """
+        assert self._cached_seq is not None
+        model, runs = self._model, self._model_runs
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
         # only if greedy: likely tokens are drafted without random numbers, so later tokens would differ
         is_greedy = self._request.sampling.temperature <= 0
-        is_end = False
-        while not is_end:
-            if matcher is not None and is_greedy and model.likely.rate >= _LIKELY_LEAST:
+        while True:
+            if matcher is not None and is_greedy and self._likely.rate >= _LIKELY_LEAST:
                 likely = matcher.accept_likely()
                 sampler.accept(likely)
                 pending = [*pending, *likely]
-                runs += [Run((token,), model.likely) for token in likely]
+                runs += [Run((token,), self._likely) for token in likely]
             n, _ = budget.best([*runs, *self._expect(limit - len(join(runs)))])
             if n <= len(runs) or (matcher is not None and matcher.is_done):
-                break
+                return
             began = time.perf_counter()
-            if not model.compute(self._cached, pending):
-                break
-            budget.cost += model.price(len(pending))
-            try:
-                token, probability = self._pick(sampler, matcher)
-            except InvalidRequestError:  # the grammar's parser reached a limit
-                break
+            if not model.compute(self._cached_seq, pending, budget):
+                return
+            token, probability = self._pick(sampler, matcher)
             if len(pending) <= 2:
-                model.note_cost((time.perf_counter() - began) / budget.row_s)
-            if token >= model.n_vocab or (matcher is not None and not matcher.accept(token)):
-                break
+                model.record_cost((time.perf_counter() - began) / budget.row_s)
             pending = [token]
-            if matcher is not None and (is_greedy or self._request.logprobs is None):
-                pending += matcher.accept_forced()
-            sampler.accept(pending[1:])
+            if matcher is not None:
+                if not matcher.accept(token):
+                    return
+                if is_greedy or self._request.logprobs is None:
+                    pending += matcher.accept_forced()
+                sampler.accept(pending[1:])
             runs.append(Run(pending, model.rates[bisect_right(_PROBABILITIES, probability)]))
-            is_end = model.large_vocab.is_eos(token)
+            if model.large_vocab.is_eos(token):
+                return
 
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
         """Sample the draft model as the request would; return the token and its probability."""
         model = self._model
         logits = model.context.all_logits(1, model.vocab.n_vocab)[0]
+        logits[model.n_vocab :] = -np.inf
         if self._request.ignore_eos:
             logits[[token for token in model.large_vocab.eos_tokens if token < len(logits)]] = -np.inf
         if matcher is not None:
@@ -326,11 +322,11 @@ class ModelDrafting(Drafting):
 
     def record(self, sampled: Sequence[int], *, n_drafted: int, n_accepted: int) -> None:
         super().record(sampled, n_drafted=n_drafted, n_accepted=n_accepted)
-        for acceptance, is_right in compare(self._drafted, sampled):
-            self._model.earn(self._token_cost * is_right)
-            for learned in (acceptance, self._mean, self._model.mean):
-                learned.record(is_right=is_right)
-        self._drafted = []
+        n_right = learn(self._model_runs, sampled, self._mean, self._model.mean)
+        gain = self._token_cost * (_LOSS_SHARE + min(n_right, self._n_verified))
+        self._model.balance = min(_MOST_LOSS, self._model.balance + gain - self._spent)
+        self._model_runs = []
+        self._n_verified, self._spent = 0, 0.0
 
     def close(self) -> None:
         """Release past answers and the draft model's sequence. Idempotent.
@@ -338,6 +334,6 @@ class ModelDrafting(Drafting):
         Later requests may reuse the sequence, unless this request does not use the prefix cache.
         """
         super().close()
-        if self._cached is not None:
-            self._model.kv.release(self._cached, keep=self._request.cache_prompt)
-            self._cached = None
+        if self._cached_seq is not None:
+            self._model.kv.release(self._cached_seq, keep=self._request.cache_prompt)
+            self._cached_seq = None

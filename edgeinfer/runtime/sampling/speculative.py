@@ -177,15 +177,15 @@ class DraftBudget:
             rows += 1 + (len(run.tokens) - 1) * (1.0 - chance)
             yield gain, self._row_cost(rows) - cost_before + draft_cost, rows
 
-    def take(self, runs: Sequence[Run]) -> list[int]:
-        """Add the runs that `best` chooses to the step, and return their tokens."""
+    def take(self, runs: list[Run]) -> list[Run]:
+        """Add the runs that `best` chooses to the step, and return these runs."""
         n, _ = self.best(runs)
         if n:
             *_, (gain, cost, self._rows) = self.totals(runs[:n])
             self._expected += gain
             self.cost += cost
             self._least_row = None
-        return join(runs[:n])
+        return runs[:n]
 
     @property
     def least_chance(self) -> float:
@@ -222,10 +222,6 @@ class Acceptance:
         self._n += 1
         self.rate += max(_LEAST_WEIGHT, 1.0 / self._n) * (is_right - self.rate)
 
-    def recover(self, start: float, share: float) -> None:
-        """Move the rate towards `start`, by `share` of the difference."""
-        self.rate += share * (start - self.rate)
-
 
 class Run(NamedTuple):
     """A draft token, and the tokens that the request's grammar forces after it.
@@ -242,14 +238,21 @@ def join(runs: Sequence[Run]) -> list[int]:
     return [token for run in runs for token in run.tokens]
 
 
-def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Acceptance, bool]]:
-    """Yield each run's acceptance rate and whether the run was accepted, up to the first rejected."""
+def learn(runs: Sequence[Run], sampled: Sequence[int], *means: Acceptance) -> int:
+    """Compare a draft with the `sampled` tokens; return how many of its runs are right.
+
+    The acceptance rates of the runs, and `means`, learn from each run up to the first wrong one.
+    """
+    n_right = 0
     for run in runs:
         if not sampled:
-            return
+            break
         is_right = run.tokens[0] == sampled[0]
-        yield run.acceptance, is_right
+        for acceptance in (run.acceptance, *means):
+            acceptance.record(is_right=is_right)
+        n_right += is_right
         sampled = sampled[len(run.tokens) :] if is_right else ()
+    return n_right
 
 
 class SuffixDrafter:
@@ -366,7 +369,7 @@ class Drafting:
     ) -> None:
         self._drafter, self._matcher = drafter, matcher
         self._is_forced = is_forced
-        self._predicted: list[Run] = []
+        self._text_runs: list[Run] = []
         self.drafted = self.accepted = 0
 
     def use_answers(self, answers: AnswerFile | None) -> None:
@@ -390,21 +393,20 @@ class Drafting:
         parts = self._matcher.runs(draft) if self._matcher is not None else [[token] for token in draft]
         starts = accumulate(map(len, parts), initial=0)
         runs = [Run(p, drafter.acceptance(i)) for p, i in zip(parts, starts, strict=False)]
-        self._predicted = runs
-        if self._is_forced:
-            return join(runs)[:limit]
-        return budget.take(self._choose_runs(runs, tokens, limit, budget))[:limit]
+        self._text_runs = runs
+        if not self._is_forced:
+            runs = self._take_runs(runs, tokens, limit, budget)
+        return join(runs)[:limit]
 
-    def _choose_runs(
-        self, from_text: list[Run], tokens: Sequence[int], limit: int, budget: DraftBudget
+    def _take_runs(
+        self, text_runs: list[Run], tokens: Sequence[int], limit: int, budget: DraftBudget
     ) -> list[Run]:
-        """Return the draft `from_text`, or one that promises a higher rate."""
-        return from_text
+        """Add runs of the draft from the text, or of a better one, to the step; return these runs."""
+        return budget.take(text_runs)
 
     def record(self, sampled: Sequence[int], *, n_drafted: int, n_accepted: int) -> None:
         """Update the acceptance rates by comparing the last draft with the `sampled` tokens."""
         self.drafted += n_drafted
         self.accepted += n_accepted
-        for acceptance, is_right in compare(self._predicted, sampled):
-            acceptance.record(is_right=is_right)
-        self._predicted = []
+        learn(self._text_runs, sampled)
+        self._text_runs = []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.runtime.kv_cache import CachedSequence
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling import draft_model, speculative
@@ -50,19 +51,16 @@ class Draft(DraftModel):
     """A draft model whose tokens take TOKEN_S, those of a prefill a quarter of it."""
 
     def __init__(self, row_s: float, clock: list[float]) -> None:
-        self.rates = [Acceptance(rate) for rate in draft_model._START]
-        self.mean = Acceptance(draft_model._MEAN_START)
-        self.likely = Acceptance(draft_model._LIKELY_START)
-        self.balance = draft_model._FIRST_LOSS
+        super().__init__(ModelFiles(name="large", paths=()), LoadOptions())
         self.large_vocab: Any = SimpleNamespace(n_vocab=9, is_eos=lambda token: False)
         self.n_vocab, self.kv = 9, Kv()  # type: ignore[assignment]
         self.cost = self.least_cost = TOKEN_S / row_s
         self.clock = clock
 
-    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
+    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], budget: DraftBudget) -> bool:
         self.clock[0] += TOKEN_S * max(1.0, len(tokens) / 4)
         cached_seq.tokens.extend(tokens)
-        self.balance -= self.price(len(tokens))
+        budget.cost += self.price(len(tokens))
         return True
 
 
@@ -154,6 +152,27 @@ def test_a_draft_model_costs_two_percent_and_its_first_trials_at_most(
         assert on_s <= 1.02 * off_s + draft_model._FIRST_LOSS * step_s(1)
         if machine == "4b" and share > 0.9 and n_prompt == 20:
             assert off_s > 1.5 * on_s
+
+
+@pytest.mark.parametrize("text_drafts", [0, 1])
+def test_only_verified_tokens_of_the_draft_model_pay_for_drafts(
+    monkeypatch: pytest.MonkeyPatch, text_drafts: int
+) -> None:
+    """Neither those that were too doubtful to verify, nor those of the text that were verified."""
+    clock, costs = [0.0], StepCurve()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
+    costs.measure(STEPS["4b"])
+    draft = Draft(STEPS["4b"](1), clock)
+    draft.rates = [Acceptance(0.01)] * len(draft.rates)
+    request = GenerateRequest(prompt="x")
+    text = Text(*[0] * text_drafts)
+    drafting = Drafter(text, None, model=draft, request=request, sampler=SAMPLER)
+    tokens = drafting.propose(PromptTokens([1]), 8, DraftBudget(costs, 1, 1))
+    assert tokens == [0] * text_drafts
+    drafting.record([0, 0], n_drafted=text_drafts, n_accepted=text_drafts)
+    paid = draft_model._LOSS_SHARE - draft.cost
+    assert draft.balance == pytest.approx(draft_model._FIRST_LOSS + paid)
 
 
 @pytest.mark.parametrize("machine", ["135m", "7b", "pieces"])

@@ -17,6 +17,7 @@ from edgeinfer.runtime.memory_plan import DRAFT_BATCH
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 from edgeinfer.runtime.sampling import draft_model
+from edgeinfer.runtime.sampling.speculative import DraftBudget
 
 from ...conftest import ROOT
 from ..conftest import answer, answers, ask
@@ -50,7 +51,7 @@ def pin_costs(engine: LlamaEngine, row_s: Callable[[int], float], draft_s: float
         costs.record(n, n, row_s(n))
     costs.record = lambda *args: None  # type: ignore[method-assign]
     engine._draft.cost = engine._draft.least_cost = draft_s / row_s(1)
-    engine._draft.note_cost = lambda cost: None  # type: ignore[method-assign]
+    engine._draft.record_cost = lambda cost: None  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -165,9 +166,9 @@ def count_computed(engine: LlamaEngine) -> list[int]:
     model, n_computed = engine._draft, []
     compute = model.compute
 
-    def count(cached_seq: CachedSequence, tokens: list[int]) -> bool:
+    def count(cached_seq: CachedSequence, tokens: list[int], budget: DraftBudget) -> bool:
         n_computed.append(len(tokens))
-        return compute(cached_seq, tokens)
+        return compute(cached_seq, tokens, budget)
 
     model.compute = count  # type: ignore[method-assign,assignment]
     return n_computed

@@ -274,7 +274,7 @@ def test_tokens_that_a_draft_forces_cost_only_where_it_is_wrong(
     right, doubtful = make_runs([1.0] * 3, n_forced), make_runs([0.6] * 3, n_forced)
     assert budget.best(right) == budget.best(make_runs([1.0] * 3))
     assert budget.best(doubtful)[1] <= budget.best(make_runs([0.6] * 3))[1]
-    assert DraftBudget(costs, 1, 1).take(right) in ([], [1] * 3 * (1 + n_forced))
+    assert len(DraftBudget(costs, 1, 1).take(right)) in (0, 3)
 
 
 def test_forced_tokens_make_a_doubtful_draft_worse() -> None:
