@@ -68,24 +68,22 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         if self.verified is not None:
             return self.verified
         files = self._own_files(progress)
-        named = str(DRAFT.parse(self.entry.draft if self.entry is not None and not draft else draft))
-        if named in ("", NO_DRAFT):
+        name = str(DRAFT.parse(draft or (self.entry.draft if self.entry is not None else "")))
+        if name in ("", NO_DRAFT):
             return files
         try:
-            model = resolve(named)
+            model = resolve(name)
             if model.kind == "absent" and not draft:
-                no_draft = f"{named} is not on this machine: `edgeinfer pull {named}`"
+                no_draft = f"{name} is not on this machine: `edgeinfer pull {name}`"
                 return msgspec.structs.replace(files, no_draft=no_draft)
             paths = model._own_files(progress).paths
         except (CatalogError, UsageError) as error:
             if draft:
-                unknown = f"no model is called {draft!r}"
-                reason = error.message.replace(unknown, "no model is called that")
                 hint = f"{error.hint or '`edgeinfer list`'}, or --draft none"
-                raise type(error)(f"draft model {draft!r}: {reason}", hint=hint) from error
-            no_draft = f"{error}: `edgeinfer pull {named}`"
-            return msgspec.structs.replace(files, draft=named, no_draft=no_draft)
-        return msgspec.structs.replace(files, draft=named, draft_paths=paths)
+                raise type(error)(f"draft model: {error.message}", hint=hint) from error
+            no_draft = f"{error}: `edgeinfer pull {name}`"
+            return msgspec.structs.replace(files, draft=name, no_draft=no_draft)
+        return msgspec.structs.replace(files, draft=name, draft_paths=paths)
 
     def _own_files(self, progress: stores.Progress | None) -> ModelFiles:
         if self.kind == "file":

@@ -89,7 +89,7 @@ def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, mon
     run(capsys, "pull", str(local), "--name", "mine")
     prompt = ["hi"] if verb[0] == "run" else []
     for draft, problem, hint in (
-        ("nosuch", "draft model 'nosuch': no model is called that", "or --draft none"),
+        ("nosuch", "draft model: no model is called 'nosuch'", "or --draft none"),
         ("qwen3-0.6b", "qwen3-0.6b is not on this machine", "edgeinfer pull qwen3-0.6b"),
         (str(other), "the draft model's vocabulary differs (2,000 tokens, not", "--draft none"),
         (

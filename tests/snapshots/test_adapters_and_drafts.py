@@ -85,4 +85,4 @@ def test_draft_model_is_resumed_with_the_model_and_its_file_is_compared(user, sm
 def test_draft_model_that_does_not_fit_is_said_by_warm(user):
     outcome = user.run("warm", MODEL, "--draft", "nosuch", "--quiet")
     assert outcome.code
-    assert "draft model 'nosuch': no model is called that" in outcome.err
+    assert "draft model: no model is called 'nosuch'" in outcome.err
