@@ -36,7 +36,7 @@ STEPS: dict[str, Callable[[int], float]] = {
 #: Seconds of a draft token of the model.
 TOKEN_S = 0.003
 #: Tokens of a prompt and of an answer, and the number of turns.
-TALKS = ((20, 200, 8), (1000, 400, 8))
+TALKS = ((20, 200, 8), (1000, 400, 8), (2000, 30, 40))
 
 
 class Kv:
@@ -138,7 +138,7 @@ def random_texts(share: float, n_texts: int, n_tokens: int) -> list[list[int]]:
 def test_a_draft_model_costs_two_percent_and_its_first_trials_at_most(
     monkeypatch: pytest.MonkeyPatch, share: float, n_clients: int, machine: str
 ) -> None:
-    """Whatever `share` of its tokens is right, and after long prompts, too."""
+    """Whatever `share` of its tokens is right, and for short answers to long prompts, too."""
     clock, step_s = [0.0], STEPS[machine]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
