@@ -60,12 +60,14 @@ class EndpointReplica:
                 await asyncio.sleep(0.01)
 
     async def check(self) -> None:
-        """Check that the endpoint answers GET /health with any status, also 503.
+        """Check that the endpoint is healthy.
 
-        Raises RuntimeError if the process has ended, TimeoutError if there is no answer in `_HEALTH_S`.
+        Raises RuntimeError if it is not, or if its process has ended, and TimeoutError if there is no
+        answer in `_HEALTH_S`.
         """
         async with asyncio.timeout(_HEALTH_S):
-            await self.is_healthy()
+            if not await self.is_healthy():
+                raise RuntimeError("`edgeinfer serve` is not healthy: its log says why")
 
     async def metrics(self) -> str:
         """Return the endpoint's metrics in Prometheus' format; "" if the request fails."""

@@ -1,9 +1,12 @@
 """Settings, prefix hashes and the Host check of a Serve application, without a cluster."""
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
+import httpx2
 import pytest
 from starlette.requests import Request
 
@@ -61,6 +64,18 @@ def test_removed_replica_has_the_time_of_an_endpoints_drain() -> None:
     for bound in (app._deployment(messages.ModelSettings(model="m")), app.application({"model": "m"})):
         config = bound._bound_deployment._deployment_config
         assert config.graceful_shutdown_timeout_s == replica.ENDING_S
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_replica_is_healthy_only_if_its_endpoint_is(status: int, monkeypatch) -> None:
+    process = SimpleNamespace(poll=lambda: None)
+    monkeypatch.setattr(replica.EndpointReplica, "start", lambda *_: process)
+    checked = replica.EndpointReplica(messages.ModelSettings(model="m"), "one")
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(status))
+    checked._client = httpx2.AsyncClient(transport=transport, base_url="http://localhost")
+    failure = pytest.raises(RuntimeError, match="not healthy")
+    with failure if status == 503 else contextlib.nullcontext():
+        asyncio.run(checked.check())
 
 
 @pytest.mark.parametrize(
