@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import time
 from itertools import chain
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.config.config_file import SnapshotsConfig
+from edgeinfer.config.load_options import adapters_of
 from edgeinfer.errors import (
     DiskFullError,
     EdgeInferError,
@@ -317,6 +319,24 @@ def list_failures() -> list[Failure]:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             failures.append(msgspec.json.decode(read_regular(path), type=Failure))
     return failures
+
+
+def list_current_failures() -> list[Failure]:
+    """List the failed builds of `list_failures` whose model and adapters were not removed since."""
+    return [failure for failure in list_failures() if has_files(failure.command)]
+
+
+def has_files(warm_command: str) -> bool:
+    """Return whether model and adapters of `edgeinfer warm MODEL --lora=…` are on this machine."""
+    from edgeinfer.models.reference import resolve  # slow import (30 ms), needed only after a failure
+
+    arguments = shlex.split(warm_command)[2:]
+    lora = [flag.removeprefix("--lora=") for flag in arguments if flag.startswith("--lora=")]
+    try:
+        has_model = all(any(map(Path.exists, resolve(model).parts)) for model in arguments[:1])
+    except EdgeInferError:  # the model's record is damaged
+        has_model = True
+    return has_model and all(os.path.exists(path) for path, _ in adapters_of(",".join(lora)).values())
 
 
 def _failure_path(name: str) -> Path:

@@ -283,24 +283,28 @@ def test_a_snapshot_built_after_a_failure_mends_it(root, age_s, is_told):
     assert builds.failures() == ({"m": ("it hung", "edgeinfer warm m")} if is_told else {})
 
 
-OPTIONS = LoadOptions(n_ctx=8192, lora="/adapters/a b.gguf")
-COMMAND = "edgeinfer warm m --ctx=8192 '--lora=/adapters/a b.gguf'"
-
-
-def test_doctor_names_the_command_that_builds_the_snapshot(root, monkeypatch):
+@pytest.mark.parametrize("removed", ["m.gguf", "a b.gguf"])
+def test_doctor_names_the_command_that_builds_the_snapshot(root, tmp_path, monkeypatch, removed):
     monkeypatch.setattr(criu, "probe", lambda: criu.Probe("root", "CRIU 4.1"))
-    builds.log(jobs.build_if_useful("m", OPTIONS))  # there is no model m
+    model, adapter = tmp_path / "m.gguf", tmp_path / "a b.gguf"
+    for path in (model, adapter):
+        path.write_bytes(b"neither a model nor an adapter")
+    options = LoadOptions(n_ctx=8192, lora=str(adapter))
+    command = f"edgeinfer warm {model} --ctx=8192 '--lora={adapter}'"
+    builds.log(jobs.build_if_useful(str(model), options))
     (name,) = builds.failures()
-    assert name == storage.snapshot_name("m", snapshot_options(OPTIONS))
-    assert doctor._snapshots().fix == COMMAND
-    inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=OPTIONS)
-    facts = {"name": name, "model": "m", "depends_on": "", "command": inputs.warm_command}
+    assert name == storage.snapshot_name(str(model), snapshot_options(options))
+    assert doctor._snapshots().fix == command
+    inputs = SnapshotInputs(model=str(model), files=ModelFiles(name="m", paths=()), options=options)
+    facts = {"name": name, "model": str(model), "depends_on": "", "command": inputs.warm_command}
     registry.record_failure(SnapshotStaleError("planted"), **facts)
-    assert doctor._snapshots().fix == COMMAND
-    result = SnapshotsResult(
-        snapshots=(), disk_bytes=0, limit_bytes=0, failures=tuple(registry.list_failures())
-    )
-    assert f"to build it now: `{COMMAND}`" in result.human()
+    assert doctor._snapshots().fix == command
+    (failure,) = registry.list_current_failures()
+    result = SnapshotsResult(snapshots=(), disk_bytes=0, limit_bytes=0, failures=(failure,))
+    assert f"to build it now: `{command}`" in result.human()
+    (tmp_path / removed).unlink()
+    assert registry.list_current_failures() == []
+    assert doctor._snapshots().fix == ""
 
 
 @pytest.mark.parametrize("model", ["Other", "m"])

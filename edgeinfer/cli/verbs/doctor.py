@@ -195,12 +195,13 @@ def _snapshots() -> Finding:
     from edgeinfer.launcher import builds
     from edgeinfer.snapshots import registry
 
-    failed = registry.list_failures()
+    failed = registry.list_current_failures()
     if failed:
         named = "; ".join(f"snapshot {each.name} could not be built: {each.message}" for each in failed)
         return Finding("warn", f"{probed.tier}: {probed.reason}; {named}", failed[0].command)
-    if unseen := builds.failures():
-        name, (reason, command) = unseen.popitem()
+    unseen = builds.failures().items()
+    if last_unseen := [item for item in unseen if registry.has_files(item[1][1])][-1:]:
+        name, (reason, command) = last_unseen[0]
         last = f"snapshot {name} was not built in the background: {reason}; see {builds.log_file()}"
         return Finding("warn", f"{probed.tier}: {probed.reason}; {last}", command)
     return Finding("ok", f"{probed.tier}: {probed.reason}")

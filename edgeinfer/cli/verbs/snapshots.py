@@ -206,7 +206,7 @@ def _list(_options: argparse.Namespace, host: EngineHost) -> SnapshotsResult:
         disk_bytes=sum(s.disk_bytes for s in listed),
         limit_bytes=int(host.config.snapshots.max_total_gib * (1 << 30)),
         building=tuple(jobs.being_built()),
-        failures=tuple(registry.list_failures()),
+        failures=tuple(registry.list_current_failures()),
     )
 
 
