@@ -7,6 +7,7 @@ engine (`runtime.options.LoadOptions`), and the launcher, which compares options
 
 from __future__ import annotations
 
+import math
 import os
 
 from edgeinfer.platform import paths
@@ -118,12 +119,20 @@ def _adapter(entry: str) -> tuple[str, float]:
     head, colon, tail = entry.rpartition(":")
     scale = 1.0
     if colon and not os.path.exists(os.path.expanduser(entry)):
-        entry, scale = head, float(tail)
-    if not -100 <= scale <= 100:  # refuses NaN, too
-        raise ValueError(f"the scale {tail} is not between -100 and 100")
+        entry, scale = head, _scale(tail)
     if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
         return paths.absolute_path(entry), scale
     return os.path.join(paths.adapters_path(), entry + ".gguf"), scale
+
+
+def _scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = math.nan
+    if not -100 <= scale <= 100:  # refuses NaN, too
+        raise ValueError(f"the scale {text!r} is not a number between -100 and 100")
+    return scale
 
 
 def adapters_of(text: str) -> dict[str, tuple[str, float]]:

@@ -105,8 +105,11 @@ def test_a_file_that_is_no_adapter_is_refused_at_load(
 ) -> None:
     with pytest.raises(ModelLoadError, match="there is no"):
         load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(tmp_path / "none.gguf")))
-    with pytest.raises(ModelLoadError, match="does not fit"):
-        load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(gemma3)))
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"junk" * 100)
+    for path in (gemma3, junk):
+        with pytest.raises(ModelLoadError, match=f"{path} is not an adapter in GGUF form"):
+            load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(path)))
 
 
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf"), -float("inf"), 3e38, -1e6])
