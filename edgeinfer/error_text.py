@@ -6,6 +6,9 @@ error's constructor (`hint=`).
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from edgeinfer import errors as e
 from edgeinfer.safe_text import without_controls
 
@@ -76,6 +79,12 @@ def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
 def hint(error: e.EdgeInferError) -> str:
     """Return the error's own hint, otherwise the hint of its class; "" if there is none."""
     return error.hint if error.hint is not None else row(type(error))[1]
+
+
+def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
+    """Return the hint "did you mean NAME?" with the most similar of `names`, `otherwise` if none is."""
+    near = difflib.get_close_matches(word.lower(), names, n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def exit_code(error: e.EdgeInferError) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.config import config_file
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
+from edgeinfer.error_text import did_you_mean
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.receipts.receipt import Refusal, load_key
 from edgeinfer.runtime.options import parse_adapters
@@ -94,7 +96,6 @@ class FrontEnd(Protocol):
 _FRONT_END_METHODS = {
     "help": "show_help",
     "sessions": "pick_session",
-    "theme": "use_theme",
     "reasoning": "fold_reasoning",
     "stats": "show_stats",
     "editor": "edit_outside",
@@ -176,14 +177,20 @@ class Commander:
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:
-            problem = f"there is no preset {argument!r}"
-            raise UsageError(problem, hint=f"presets: {', '.join(self.presets)}")
+            step = did_you_mean(argument, self.presets, f"presets: {', '.join(self.presets)}")
+            raise UsageError(f"there is no preset {argument!r}", hint=step)
         if argument:
             self.session.set(sampling=dict(self.presets[argument]))
         chosen = presets.matching(self.session.conversation.sampling, self.presets)
         marked = (("●" if name == chosen else " ", name) for name in self.presets)
         rows = (f"{mark} {name:<12} {presets.describe(self.presets[name])}" for mark, name in marked)
         self.front.show_text("\n".join(rows))
+
+    def _theme(self, argument: str) -> None:
+        if argument and argument not in (names := commands.theme_names()):
+            step = did_you_mean(argument, names, f"themes: {', '.join(names)}")
+            raise UsageError(f"there is no theme {argument!r}", hint=step)
+        self.front.use_theme(argument)
 
     def _ctx(self, argument: str) -> None:
         engine = self.session.engine
@@ -217,22 +224,21 @@ class Commander:
         self.front.attach(attachments.read(Path(argument.removeprefix("@").strip('"')).expanduser()))
 
     def _copy(self, argument: str) -> None:
+        if not re.fullmatch(r"|all|code( \d+)?", argument):
+            problem = f"/copy cannot copy {argument!r}"
+            raise UsageError(problem, hint="type `/copy`, `/copy code`, `/copy code 2` or `/copy all`")
+        answer = self._last_answer()
         if argument == "all":
             text = formats.to_markdown(self.session.conversation, self.session.path)
             self.front.copy(text, "the conversation")
             return
-        answer = self._last_answer()
         if not argument:
             self.front.copy(answer.content, "the answer")
             return
-        word, _, number = argument.partition(" ")
         blocks = code_blocks(answer.content)
-        if word != "code" or (number and not number.isdecimal()):
-            problem = f"/copy cannot copy {argument!r}"
-            raise UsageError(problem, hint="type `/copy`, `/copy code`, `/copy code 2` or `/copy all`")
         if not blocks:
             raise UsageError("the last answer contains no code", hint="`/copy` copies the answer")
-        index = int(number) if number else len(blocks)
+        index = int(argument.removeprefix("code") or len(blocks))
         if not 1 <= index <= len(blocks):
             problem = f"there is no code block {index}"
             raise UsageError(problem, hint=f"the last answer contains {len(blocks)} of them")
@@ -260,9 +266,10 @@ class Commander:
                 self._use_tools(tools, refresh=argument == "check")
         elif argument:
             problem = f"/tools has no option {argument!r}"
-            raise UsageError(problem, hint="`/tools on`, `/tools off` or `/tools check`")
+            raise UsageError(problem, hint="type `/tools on`, `/tools off` or `/tools check`")
         else:
-            self.front.show_text(tools.describe() if tools is not None else "No tools. `/tools on`")
+            none = "The model has no tools. `/tools on` offers those of config.toml."
+            self.front.show_text(tools.describe() if tools is not None else none)
 
     def _use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
         def offer(said: list[str]) -> None:
@@ -294,7 +301,11 @@ class Commander:
     def _save(self, argument: str) -> None:
         if argument:
             self.session.set(title=" ".join(argument.split()))
-        self.front.show_text(f"Stored as “{self.session.conversation.title or 'untitled'}”.")
+        conversation = self.session.conversation
+        if not (conversation.id or conversation.title):
+            raise _not_stored_error()
+        when = "" if conversation.id else ", once you ask a question"
+        self.front.show_text(f"Stored as “{conversation.title or 'untitled'}”{when}.")
 
     def _delete(self, _: str) -> None:
         self.delete(self.session.conversation.id)
@@ -303,7 +314,7 @@ class Commander:
     def delete(self, conversation_id: int) -> None:
         """Delete a stored conversation; if it was open, begin a new one. Raises EdgeInferError."""
         if not conversation_id:
-            raise UsageError("this conversation is not stored yet", hint="ask a question first")
+            raise _not_stored_error()
         self.session.store.delete(conversation_id)
         self.deleted = conversation_id
         if conversation_id == self.session.conversation.id:
@@ -395,6 +406,10 @@ class Commander:
 
     def _summarise(self, _: str) -> None:
         self.front.summarise(context.first_kept(self.session, self.session.idle_engine()))
+
+
+def _not_stored_error() -> UsageError:
+    return UsageError("this conversation is not stored yet", hint="ask a question first")
 
 
 def other_model_text(error: EdgeInferError, answering: str) -> str:

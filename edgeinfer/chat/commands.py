@@ -213,9 +213,17 @@ def _adapters() -> Sequence[tuple[str, str]]:
     return [*names, ("none", "no adapter")]
 
 
+def theme_names() -> list[str]:
+    """Return the names of the Textual app's themes."""
+    from textual.theme import BUILTIN_THEMES  # imported here: the plain chat seldom needs it (0.3 s)
+
+    return sorted(["edgeinfer-dark", "edgeinfer-light", *BUILTIN_THEMES])
+
+
 _BUILT_IN: Names = {
     "setting": lambda: [(f"{option.label} ", option.help) for option in presets.OPTIONS.values()],
     "copy": lambda: [("code", "the last code block"), ("all", "the conversation as Markdown")],
     "adapter": _adapters,
+    "theme": lambda: [(name, "") for name in theme_names()],
     "tools": lambda: [("on", "offer configured tools"), ("off", "none"), ("check", "ask the servers")],
 }

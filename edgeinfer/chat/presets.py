@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 from edgeinfer.config.sampling_options import BY_FIELD, MAX_TOKENS
+from edgeinfer.error_text import did_you_mean
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.requests import Sampling, with_options
 
@@ -29,9 +29,8 @@ def option(name: str) -> str:
     key = name.lower().replace("-", "_")
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
-        near = difflib.get_close_matches(key, OPTIONS, n=1)
-        labels = ", ".join(option.label for option in OPTIONS.values())
-        step = f"did you mean {OPTIONS[near[0]].label}?" if near else f"options: {labels}"
+        labels = [option.label for option in OPTIONS.values()]
+        step = did_you_mean(name, labels, f"options: {', '.join(labels)}")
         raise UsageError(f"there is no sampling option {name!r}", hint=step)
     return key
 

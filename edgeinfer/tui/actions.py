@@ -171,14 +171,11 @@ class AppFrontEnd:
         self.show_text(stats_text(self.session, self.view.loader.start_text))
 
     def use_theme(self, name: str) -> None:
-        themes = self.app.available_themes
         if not name:
             self._pick_theme()
-        elif name in themes:
+        else:
             self.app.theme = name
             save(("chat", "theme"), name)
-        else:
-            raise UsageError(f"there is no theme {name!r}", hint=f"themes: {', '.join(sorted(themes))}")
 
     def _pick_theme(self) -> None:
         from edgeinfer.tui.screens.dialogs import ChoiceScreen
@@ -211,7 +208,6 @@ class AppFrontEnd:
                 (n, " ".join(t.split("\n"))[:60]) for n, t in self.commander.prompts.items()
             ],
             "preset": lambda: [(n, describe(v)) for n, v in self.commander.presets.items()],
-            "theme": lambda: [(n, "") for n in sorted(self.app.available_themes)],
         }
 
 

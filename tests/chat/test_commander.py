@@ -102,6 +102,9 @@ def test_sampling(commander, front):
         ("/temp hot", "default"),
         ("/set tempreature 1", "temperature"),
         ("/preset loud", "mine"),
+        ("/preset creativ", "did you mean creative?"),
+        ("/theme nrod", "did you mean nord?"),
+        ("/theme xyz", "edgeinfer-light"),
     ):
         with pytest.raises(UsageError) as caught:
             commander.run(wrong)
@@ -157,8 +160,9 @@ def test_answers_and_alternatives(commander, front):
 
 
 def test_copy(commander, front):
-    with pytest.raises(UsageError, match="no answer"):
-        commander.run("/copy")
+    for line, problem in (("/copy", "no answer"), ("/copy all", "no answer"), ("/copy cod", "'cod'")):
+        with pytest.raises(UsageError, match=problem):
+            commander.run(line)
     ask(commander)
     commander.run("/copy")
     commander.run("/copy code")
@@ -174,6 +178,10 @@ def test_copy(commander, front):
 
 def test_conversations(commander, front, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="not stored yet"):
+        commander.run("/save")
+    commander.run("/save First title")
+    assert front.said == "Stored as “First title”, once you ask a question."
     ask(commander)
     first = commander.session.conversation.id
     commander.run("/save My title")

@@ -253,6 +253,12 @@ def test_full_context_offers_ways_out(tmp_path):
     assert [t.cut_summary for t in repl.session.path].count("") == 1
 
 
+def test_unknown_theme_is_not_saved(tmp_path):
+    out, _ = talk(tmp_path, "/theme edgeinfer-ligth", "/theme nord", "/theme nope")
+    assert "Error: there is no theme 'edgeinfer-ligth'\nNext: did you mean edgeinfer-light?" in out
+    assert load_config().chat.theme == "nord"
+
+
 @pytest.mark.parametrize("line", ["/model", "/theme nord", "/copy", "/undo"])
 def test_command_that_finds_nothing_ends_in_a_prompt(tmp_path, line):
     out, _ = talk(tmp_path, line, "/quit")
@@ -354,7 +360,7 @@ def test_script_is_asked_for_no_call(tmp_path):
 
 def test_tools_are_switched_on_and_off(tmp_path):
     out, repl = talk(tmp_path, "/tools", "/tools on", "/tools off", "/tools x", host=with_tools())
-    assert "No tools. `/tools on`" in out
+    assert "The model has no tools. `/tools on` offers those of config.toml." in out
     assert "plain: add, weather, fail" in out
     assert "The model has no tools." in out
     assert "/tools has no option 'x'" in out

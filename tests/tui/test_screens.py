@@ -7,6 +7,7 @@ from fake_engine import FakeEngine, StepGate
 from fixed_chat import MEMORY, MODEL, SHELF, FixedHost
 from msgspec.structs import replace
 
+from edgeinfer.chat.commands import theme_names
 from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.config.config_file import KEY_NAMES, ChatConfig, load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
@@ -246,6 +247,7 @@ class TestSessions:
 async def test_theme_is_picked_and_kept(drive):
     async with drive() as d:
         await d.ready()
+        assert theme_names() == sorted(d.app.available_themes)
         d.chat.run_command("/theme")
         await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
         await d.press("down", "enter")
