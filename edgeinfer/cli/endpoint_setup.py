@@ -337,7 +337,7 @@ def make_gate(
     """Build the gate, which checks each request's address, Host, Origin and API key.
 
     If an address is not loopback and no API key is configured, the user's stored key is required,
-    which the first call creates. Raises ServeError for the origin `*`.
+    which the first call creates.
     """
     api_keys = keys.configured_keys(options.api_key_file)
     addresses = [address for address, _ in _addresses(listeners)]
@@ -351,9 +351,6 @@ def make_gate(
     hosts |= {f"[{address}]" if ":" in address else address for address in addresses}
     if not is_loopback:
         hosts.add(socket.gethostname().lower())
-    if "*" in options.allow_origin:
-        message = "'*' is not an origin: name the web pages that may send requests"
-        raise ServeError(message, hint="--allow-origin https://example.org")
     return Gate(
         keys=api_keys,
         hosts=frozenset(hosts),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+from collections.abc import Callable
 from typing import Literal
 
 from edgeinfer.cli import options as shared
@@ -38,8 +40,9 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     add_option(where, "--ollama", help, default=None)
     help = "API keys, one per line; the first is the administrator's; also EDGEINFER_API_KEY"
     add_option(where, "--api-key-file FILE", help)
-    add_option(where, "--allow-host NAME...", "also accept this Host header; .NAME: all names below it")
-    add_option(where, "--allow-origin ORIGIN...", "allow web pages of this origin (CORS)")
+    help = "also accept this Host header; .NAME: all names below it"
+    add_option(where, "--allow-host NAME...", help, type=_host)
+    add_option(where, "--allow-origin ORIGIN...", "allow web pages of this origin (CORS)", type=_origin)
     add_option(where, "--tls-cert FILE", "certificate chain in PEM, with --tls-key")
     add_option(where, "--tls-key FILE", "private key in PEM")
     add_option(where, "--idle-exit S", "exit after S seconds without a request", type=positive_s)
@@ -52,6 +55,19 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     add_option(where, "--log-payloads FOLDER", help, type=os.path.abspath)
 
 
+def _text_like(pattern: str, description: str) -> Callable[[str], str]:
+    """Return a function that checks a text by `pattern`, as the `type` of an argument."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
+        return text
+
+    return parse
+
+
+_host = _text_like(r"\.?[\w-][\w.-]*|\[[\da-fA-F:.]+\]", "a name without port, such as models.example")
+_origin = _text_like(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+", "an origin, such as https://models.example")
 port_number = shared.number_between(int, 0, 65_535)
 
 

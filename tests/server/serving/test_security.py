@@ -315,8 +315,12 @@ def test_typed_hosts_and_origins_are_accepted_and_star_is_not():
         gate = make_gate(typed, EngineHost(config=Config()), [listener])
         assert {"box.lan", "other.lan", *LOOPBACK_HOSTS} <= gate.hosts
         assert gate.origins == {PAGE}
-        with pytest.raises(ServeError):
-            make_gate(_options("--allow-origin", "*"), EngineHost(config=Config()), [listener])
+    for wrong in ("*", "foo", "https://Models.example", "https://models.example/"):
+        with pytest.raises(UsageError, match="is not an origin, such as"):
+            _options("--allow-origin", wrong)
+    for wrong in ("https://models.example", "models.example:80", ".", "[models"):
+        with pytest.raises(UsageError, match="is not a name without port"):
+            _options("--allow-host", wrong)
 
 
 def test_host_suffix_accepts_only_subdomains():
