@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 _MOST_FAILURES_IN_A_ROW = 16
 #: First byte of a line while it is being removed from the file OUT. No line of JSON begins with it.
 _REMOVED = b"\x18"
+#: First bytes of a line of OUT, without spaces.
+_BEGINNING = b'{"id":"batch_'
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
@@ -185,6 +187,10 @@ def read_output(output: int) -> dict[str | None, bool]:
         custom_id, has_failed = _decode(raw)
         answers[custom_id] = has_failed and answers.get(custom_id, True)
         whole += len(raw)
+    unfinished = os.pread(output, 40, whole).replace(b" ", b"").lstrip(_REMOVED)
+    if not _BEGINNING.startswith(unfinished[: len(_BEGINNING)]):
+        problem = "the output file ends with a line that is not an answer"
+        raise UsageError(problem, hint="name another output file")
     os.ftruncate(output, whole)
     return answers
 

@@ -105,7 +105,7 @@ def test_a_second_run_does_only_what_is_missing(files):
     paths = files(*(_chat(str(n)) for n in range(10)))
     _run(paths)
     lines = paths[1].read_text().splitlines()[:6]
-    paths[1].write_text("\n".join([*lines, '{"id":"torn","custom_id":"9"']))
+    paths[1].write_text("\n".join([*lines, '{"id":"batch_torn","custom_id":"9"']))
     result, engine = _run(paths)
     assert (result.done, result.skipped) == (4, 6)
     assert len(engine.requests) == 4
@@ -296,12 +296,13 @@ def test_a_line_that_is_no_request_is_named_before_anything_runs(files, line, sa
     assert not paths[1].exists()
 
 
-def test_an_output_file_of_something_else_is_left_alone(files):
+@pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"my": "notes"}'])
+def test_an_output_file_of_something_else_is_left_alone(files, text):
     paths = files(_chat("a"))
-    paths[1].write_text("my notes\n")
-    with pytest.raises(UsageError):
+    paths[1].write_text(text)
+    with pytest.raises(UsageError, match="a line that is not an answer"):
         _run(paths)
-    assert paths[1].read_text() == "my notes\n"
+    assert paths[1].read_text() == text
 
 
 def test_two_runs_do_not_share_an_output(files):
