@@ -5,6 +5,7 @@ It refuses to connect in offline mode, and follows redirects only to HTTPS, or f
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -183,4 +184,9 @@ def describe_transport_error(error: Exception) -> str:
         httpx2.ReadError: "the connection was dropped",
     }
     problem = descriptions.get(type(error), type(error).__name__)
-    return f"{problem} ({error})" if str(error) else problem
+    reason = without_errno(str(error))
+    return f"{problem} ({reason})" if reason else problem
+
+
+def without_errno(text: str) -> str:
+    return re.sub(r"\[Errno -?\d+\] ", "", text)

@@ -17,7 +17,7 @@ from edgeinfer.errors import AuthenticationError, DownloadError, OfflineError, S
 from edgeinfer.models import names
 from edgeinfer.models.converting.checkpoint_files import checkpoint_files
 from edgeinfer.models.fetching.download import Remote
-from edgeinfer.models.fetching.http_client import status_error
+from edgeinfer.models.fetching.http_client import status_error, without_errno
 from edgeinfer.models.projectors import is_projector
 from edgeinfer.models.sources import HubFile, HubQuant
 
@@ -124,5 +124,5 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
     except hf.HFValidationError as error:
         raise SourceNotFoundError(f"{source}: {error}") from error
     except (httpx2.HTTPError, OSError) as error:
-        reason = str(error) or type(error).__name__
+        reason = without_errno(str(error)) or type(error).__name__
         raise DownloadError(f"{source}: Hugging Face cannot be reached: {reason}") from error
