@@ -171,8 +171,20 @@ def test_model_verbs_print_text(local: Path, capsys) -> None:
     assert "needs " in out
     _, out, _ = run(capsys, "rm", "mine", "--yes")
     assert out.startswith("mine is removed:")
-    _, out, _ = run(capsys, "list", "no-such-thing")
-    assert out == "no model matches\n"
+
+
+def test_words_that_no_model_has_are_an_error_of_list(local: Path, as_json) -> None:
+    as_json("pull", str(local), "--name", "mine")
+    folder = paths.models_dir() / ".partial/other"
+    folder.mkdir(parents=True)
+    (folder / "x.part").write_bytes(bytes(9))
+    for typed, hint in (
+        (("nosuch",), "`edgeinfer list` lists every model"),
+        (("gpt-os-20b",), "did you mean gpt-oss-20b? `edgeinfer list` lists every model"),
+        (("qwen3", "--pulled"), "`edgeinfer list qwen3` includes models that are not pulled"),
+    ):
+        assert as_json("list", *typed, code=3)["hint"] == hint
+    assert as_json("list", "other")["unfinished"] == {"other": 9}
 
 
 def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:

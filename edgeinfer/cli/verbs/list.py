@@ -12,14 +12,15 @@ import msgspec
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
-from edgeinfer.errors import ConfigError
+from edgeinfer.errors import ConfigError, UnknownModelError
 from edgeinfer.host import EngineHost
 from edgeinfer.models import fits
 from edgeinfer.models.adapters import PulledAdapter, list_adapters
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.fits import Estimator, Fit
 from edgeinfer.models.listing import ModelSummary, UnusableModel, every_model
-from edgeinfer.models.store import unfinished_pulls
+from edgeinfer.models.lookup import similar_names
+from edgeinfer.models.store import list_pulled, unfinished_pulls
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshot_format.storage import generations, model_prefix, model_prefix_of
 from edgeinfer.units import format_bytes
@@ -69,12 +70,11 @@ class ListResult(Result, frozen=True, kw_only=True):
             f"`edgeinfer rm {name}` removes it"
             for name, size in self.unfinished.items()
         ]
-        return "\n".join([self._table(), *lines] if self.models or not lines else lines)
+        if not self.models and not lines:
+            return f"no model is pulled yet: `edgeinfer pull {DEFAULT_MODEL}`"
+        return "\n".join([self._table(), *lines] if self.models else lines)
 
     def _table(self) -> str:
-        if not self.models:
-            nothing = f"no model is pulled yet: `edgeinfer pull {DEFAULT_MODEL}`"
-            return nothing if self.nothing_pulled else "no model matches"
         if self.fits:
             gpus = f"{' and '.join(self.gpus)} where WHY says so, otherwise for the " * bool(self.gpus)
             note = f"speeds are estimates for {gpus or 'this '}CPU"
@@ -136,7 +136,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
-    """List models. Raises ConfigError if models.toml is invalid; warns about an invalid config.toml."""
+    """List models; warn about an invalid config.toml.
+
+    Raises ConfigError if models.toml is invalid, UnknownModelError if no model has the typed words.
+    """
     try:
         host.config  # noqa: B018  reads config.toml
     except ConfigError as error:
@@ -157,15 +160,29 @@ def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
     listed = [m for m in rows if matches(m.name, m.title, m.purpose, m.quantization, m.store)]
     if options.fits:
         listed = _group_by_fit(listed)
-    return ListResult(
+    result = ListResult(
         models=tuple(listed),
         fits=options.fits,
         busy=any(model.fit.busy for model in listed if model.fit),
         gpus=tuple(card.description for card in fits.cards()) if options.fits else (),
         nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
-        unfinished=unfinished_pulls(),
+        unfinished={name: size for name, size in unfinished_pulls().items() if matches(name)},
         adapters=tuple(adapter for adapter in list_adapters() if matches(adapter.name)),
         unusable=tuple(model for model in broken if matches(model.name)),
+    )
+    if options.words and not (listed or result.unfinished or result.adapters or result.unusable):
+        raise _no_match_error(" ".join(options.words), is_pulled=options.pulled)
+    return result
+
+
+def _no_match_error(text: str, *, is_pulled: bool) -> UnknownModelError:
+    if is_pulled:
+        hint = f"`edgeinfer list {text}` includes models that are not pulled"
+        return UnknownModelError(f"no pulled model matches {text!r}", hint=hint)
+    near = " or ".join(similar_names(text, load_catalog(), [model.name for model in list_pulled()]))
+    hint = "`edgeinfer list` lists every model"
+    return UnknownModelError(
+        f"no model matches {text!r}", hint=f"did you mean {near}? {hint}" if near else hint
     )
 
 
