@@ -13,6 +13,7 @@ from edgeinfer.errors import ConversionError, InvalidGgufError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
+from edgeinfer.models.fetching.fetch import no_adapter_error
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, fetch_first_working
@@ -72,13 +73,16 @@ def pull_adapter(
 ) -> PulledAdapter:
     """Fetch the PEFT adapter `text` (a folder or a source), convert it for the model `base`, store it.
 
-    The adapter is stored as `options.name`; None makes a name from `text`. Raises ConversionError if
-    the adapter cannot be converted for `base`, and the errors of `pull` and `ModelRef.files`.
+    The adapter is stored as `options.name`; None makes a name from `text`. Raises UsageError if `text`
+    is not an adapter, ConversionError if the adapter cannot be converted for `base`, and the errors of
+    `pull` and `ModelRef.files`.
     """
     from edgeinfer.models.converting.fetched import link_files
     from edgeinfer.models.converting.lora import convert_adapter  # slow import: 150 ms
 
     options = options or PullOptions()
+    if not paths.is_model_path(text) and resolve(text).kind in ("pulled", "external"):
+        raise no_adapter_error(text)
     base_files = resolve(base).files().paths
     if len(base_files) > 1:
         problem = f"{base} has {len(base_files)} files; an adapter's base model must be one file"
@@ -86,6 +90,7 @@ def pull_adapter(
         raise ConversionError(problem, hint=hint)
     header = gguf.read_model_header(base_files[0])
     plan = plan_pull(text, load_catalog(), options.name)
+    plan = msgspec.structs.replace(plan, is_adapter=True)
     planned = plan.ref.name
     source = plan.candidates[0][0]
     if isinstance(source, sources.HubQuant):  # an adapter's name has no `:TYPE`

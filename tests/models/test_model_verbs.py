@@ -187,6 +187,31 @@ def test_words_that_no_model_has_are_an_error_of_list(local: Path, as_json) -> N
     assert as_json("list", "other")["unfinished"] == {"other": 9}
 
 
+def test_model_pulled_as_an_adapter_is_refused_before_it_is_copied(local: Path, as_json) -> None:
+    as_json("pull", str(local), "--name", "mine")
+    command = ("pull", str(local), "--base", "mine")
+    error = as_json(*command, code=2)
+    assert error["message"] == f"{local} is not a PEFT adapter: it has no adapter_config.json"
+    assert "leave out --base" in error["hint"]
+    assert not list((paths.models_dir() / ".partial").iterdir())
+    for flag in ("--in-place", "--quantize"):
+        typed = "--quantize=Q8_0" if flag == "--quantize" else flag
+        assert f"{flag} is for models" in as_json(*command, typed, code=2)["message"]
+
+
+def test_pulled_model_is_no_adapter(local: Path, as_json) -> None:
+    as_json("pull", str(local), "--name", "mine")
+    error = as_json("pull", "mine", "--base", "mine", code=2)
+    assert error["message"] == "mine is not a PEFT adapter: it has no adapter_config.json"
+
+
+def test_adapter_in_gguf_form_is_no_model(tmp_path: Path, as_json) -> None:
+    (tmp_path / "red.gguf").write_bytes(gguf_bytes({"general.type": "adapter"}))
+    error = as_json("pull", str(tmp_path / "red.gguf"), code=5)
+    assert error["message"] == f"{tmp_path}/red.gguf is a LoRA adapter, not a model"
+    assert f"--lora {tmp_path}/red.gguf" in error["hint"]
+
+
 def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:
     paths.config_dir().mkdir(parents=True)
     (paths.config_dir() / "config.toml").write_text('default-modle = "x"\n')

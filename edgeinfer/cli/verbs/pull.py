@@ -76,6 +76,10 @@ def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult
     if not options.base:
         message = f"{source} is an adapter, but its base model is unknown"
         raise UsageError(message, hint=f"name that model: `edgeinfer pull {source} --base MODEL`")
+    if options.quantize or options.in_place:
+        flag = "--quantize" if options.quantize else "--in-place"
+        problem = f"{flag} is for models: an adapter is stored as a copy in its own precision"
+        raise UsageError(problem, hint=f"leave out {flag}, or --base if {source} is a model")
     pull_options = PullOptions(name=options.name, sha256=options.sha256)
     with progress_on(quiet=options.quiet) as report:
         return PullAdapterResult(adapter=pull_adapter(source, options.base, report, pull_options))
@@ -102,6 +106,9 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     source: str = options.model or host.config.default_model
     if options.base or is_adapter(source):
         return _pull_adapter(source, options)
+    if options.quantize and options.in_place:
+        problem = "--quantize makes a smaller copy, so it cannot be combined with --in-place"
+        raise UsageError(problem, hint="leave out one of them")
     anew = options.again or options.name or options.sha256
     if stores.is_name(source) or not (anew or is_model_path(source)):
         external = _check_external(source)
