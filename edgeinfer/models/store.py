@@ -23,7 +23,7 @@ import msgspec
 
 from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError, UsageError
 from edgeinfer.models import gguf, lookup, names
-from edgeinfer.models.catalog import Model
+from edgeinfer.models.catalog import Model, load_catalog
 from edgeinfer.models.names import Reference
 from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.platform import disk, paths
@@ -158,6 +158,18 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     def sha256(self) -> str:
         """SHA-256 of the model's file; for a split model, of the files' digests in order."""
         return names.combined_digest([file.sha256 for file in self.files])
+
+
+def warning_of_name(record: PulledModel) -> str:
+    """Return a line for stderr if a model of the catalogue has the name of `record`, otherwise ""."""
+    entry = load_catalog().get(record.name)
+    sources = [" + ".join(map(str, parts)) for parts in entry.parsed_sources()] if entry else []
+    if entry is None or not {record.source, *record.more_sources}.isdisjoint(sources):
+        return ""
+    return (
+        f"warning: {record.name} now names this model: it hides the catalogue's and gets its settings; "
+        f"`edgeinfer rm {record.name}` undoes that\n"
+    )
 
 
 def read_record(folder: Path) -> PulledModel | None:

@@ -187,6 +187,13 @@ def test_words_that_no_model_has_are_an_error_of_list(local: Path, as_json) -> N
     assert as_json("list", "other")["unfinished"] == {"other": 9}
 
 
+def test_name_that_hides_a_model_of_the_catalogue_is_warned_of(local: Path, capsys) -> None:
+    warning = "warning: qwen3-4b now names this model: it hides the catalogue's"
+    for name in ("mine", "qwen3-4b"):
+        code, _, err = run(capsys, "pull", str(local), "--name", name, "--quiet")
+        assert (code, warning in err) == (0, name == "qwen3-4b")
+
+
 def test_model_pulled_as_an_adapter_is_refused_before_it_is_copied(local: Path, as_json) -> None:
     as_json("pull", str(local), "--name", "mine")
     command = ("pull", str(local), "--base", "mine")

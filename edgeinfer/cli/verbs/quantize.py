@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from statistics import median
 
 import msgspec
@@ -17,6 +18,7 @@ from edgeinfer.host import EngineHost
 from edgeinfer.models.gguf import FILE_TYPES, parse_file_type
 from edgeinfer.models.progress import progress_on
 from edgeinfer.models.quantizing import QuantizeOptions, quantize
+from edgeinfer.models.store import warning_of_name
 from edgeinfer.platform import paths
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
@@ -134,10 +136,11 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     quantize_options = QuantizeOptions(name=options.name, imatrix=options.imatrix)
     if options.compare is not None:
         return _compare(options, quantize_options, host)
-    with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
+    with progress_on(quiet=options.quiet) as report, stoppable("stopped; a finished copy is kept", ""):
         quantized = quantize(options.model, options.type, report, options=quantize_options)
     figures = msgspec.structs.asdict(quantized)
     model = figures.pop("model")
+    sys.stderr.write(warning_of_name(model))
     return QuantizeResult(
         **figures,
         source=options.model,
