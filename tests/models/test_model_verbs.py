@@ -106,6 +106,11 @@ def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, mon
         assert "quotes" not in err
 
 
+def test_warm_refuses_missing_tools_before_it_builds(local: Path, as_json) -> None:
+    as_json("pull", str(local), "--name", "mine")
+    assert as_json("warm", "mine", "--tools", code=2)["message"] == "no tools are configured"
+
+
 def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_json) -> None:
     root = paths.private_dir(paths.snapshots_dir())
     for name in ("mine@01", "mine,ctx=512@02", "mine+Q8_0@03", "minest@04"):
