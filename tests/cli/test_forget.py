@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from made_gguf import gguf_bytes
+
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import ModelFiles
@@ -33,6 +35,14 @@ def test_blocks_of_a_model_are_deleted_and_others_stay(tmp_path: Path, capsys, m
     )
     assert main(["forget", str(gguf)]) == 0
     assert "freed" in capsys.readouterr().out
+    assert len(list_blocks(paths.blocks_dir())) == 1
+
+
+def test_no_block_is_deleted_if_one_of_several_models_is_unknown(tmp_path: Path) -> None:
+    gguf = tmp_path / "some.gguf"
+    gguf.write_bytes(gguf_bytes())
+    keep(model_key("", [str(gguf)]))
+    assert main(["forget", str(gguf), "nosuch"]) == 3
     assert len(list_blocks(paths.blocks_dir())) == 1
 
 

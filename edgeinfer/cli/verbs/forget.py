@@ -43,11 +43,10 @@ def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
     is_all = ALL in options.models
     named = "every model" if is_all else ", ".join((*options.models, *options.conversation))
     confirm(f"Delete the cached prefixes of {named}?", yes=options.yes, needs_yes=is_all)
-    for name in options.models:
-        if name == ALL:
-            freed += retention.forget_all(root)
-            continue
-        files = host.files(name)
+    # find all models before anything is deleted: an unknown one raises an error
+    models = [host.files(name) for name in options.models if name != ALL]
+    freed += retention.forget_all(root) if is_all else 0
+    for files in models:
         freed += retention.forget_model(root, kv_block.model_key(files.sha256, files.paths))
     freed_of = {name: retention.forget_conversations(root, name) for name in options.conversation}
     if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
