@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from edgeinfer.cli.parser import LAUNCH, LOAD, SAMPLING, HelpAll, add_option
 from edgeinfer.config import sampling_options
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.config.sampling_options import SamplingOption
+from edgeinfer.platform.disk import folder_for
 
 MAX_TOKENS = "at most N tokens (default: 1,500, 8,000 or no limit)"
 SYSTEM = "system prompt: text, @FILE or name of a saved prompt"
@@ -113,7 +115,12 @@ def add_think(parser: argparse.ArgumentParser) -> None:
 
 def add_traces(parser: argparse._ActionsContainer) -> None:
     help = "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP JSON"
-    add_option(parser, "--traces FILE", help, type=os.path.abspath)
+    add_option(parser, "--traces FILE", help, type=_traces_file)
+
+
+def _traces_file(text: str) -> str:
+    folder_for(Path(text), "name another file for --traces")
+    return os.path.abspath(text)
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:

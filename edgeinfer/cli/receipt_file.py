@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.platform.disk import path_errors, write_durably
+from edgeinfer.platform.disk import folder_for, path_errors, write_durably
 from edgeinfer.receipts.receipt import Receipt, Refusal, with_record
 from edgeinfer.runtime.requests import GenerateRequest
 
@@ -31,11 +31,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         if text == "-":
             raise UsageError("--receipt needs a file, not -", hint="name a file: `--receipt FILE`")
         file = cls(Path(text))
-        folder = file.path.absolute().parent
-        if file.path.is_dir():
-            raise UsageError(f"{file.path} is a folder", hint=_HINT)
-        if not folder.is_dir():
-            raise UsageError(f"there is no folder {folder}", hint=f"make it, or {_HINT}")
+        folder = folder_for(file.path, _HINT)
         if not file.is_stream and not os.access(folder, os.W_OK | os.X_OK):
             raise UsageError(f"you may not write to the folder {folder}", hint=_HINT)
         return file

@@ -66,6 +66,19 @@ def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageE
         raise kind(f"{path}: {error.strerror}", hint=hint) from error
 
 
+def folder_for(path: Path, hint: str) -> Path:
+    """Return the folder of the file `path`, which may be missing.
+
+    Raises UsageError with `hint` if `path` is a folder, or there is no such folder.
+    """
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", hint=hint)
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", hint=f"make it, or {hint}")
+    return folder
+
+
 # --- opening and writing
 
 
