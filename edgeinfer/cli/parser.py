@@ -138,6 +138,8 @@ _EXTRA_WORD_HINTS = {
     "run": 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`',
     "config": "`edgeinfer config` shows the path of the file: set keys there",
 }
+#: Arguments that may be "": texts, and options for which "" means the model's own value.
+_MAY_BE_EMPTY = ("prompt", "system", "lora", "draft")
 #: Matches the metavariable of an argument that is a path.
 _PATH = re.compile(r"FILE|FOLDER|DEST|SRC|\w+\.jsonl")
 #: An error message lists an option's allowed values if there are at most this many.
@@ -152,6 +154,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "it takes no value, but got")
         raise UsageError(message, hint=f"run `{self.help_command(message)}`")
 
     def help_command(self, message: str) -> str:
@@ -182,10 +185,19 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args([*options, *operands], namespace)
         return parsed, [word for word in unknown if word != "--"]
 
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        """Return the number of values of an argument. Raises ArgumentError if an option has none."""
+        if action.option_strings and action.nargs is None and not arg_strings_pattern.startswith("A"):
+            choices = "|".join(map(str, action.choices or ()))
+            form = f"{action.option_strings[-1]} {action.metavar or choices or action.dest.upper()}"
+            raise argparse.ArgumentError(action, f"a value is missing: `{form}`")
+        return super()._match_argument(action, arg_strings_pattern)
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Return the values of an argument. Raises ArgumentError if a path or a name is ""."""
-        kind = "path" if _PATH.match(str(action.metavar)) else "name"
-        if "" in arg_strings and (kind == "path" or action.metavar in ("SNAPSHOT", "MODEL")):
+        """Return the values of an argument. Raises ArgumentError if one is "" that must not be."""
+        of_others = action.nargs in (argparse.PARSER, argparse.REMAINDER)
+        if "" in arg_strings and not of_others and action.dest not in _MAY_BE_EMPTY:
+            kind = "path" if _PATH.match(str(action.metavar)) else "value"
             raise argparse.ArgumentError(action, f"'' is not a {kind}; is a shell variable unset?")
         return super()._get_values(action, arg_strings)
 
@@ -260,7 +272,8 @@ def refuse_unknown(
         if owners:
             raise _wrong_scope(verb, owners)
     if unknown:
-        prog = f"{parser.prog} {verb}".strip()
+        action = getattr(options, "action", None) if verb == "snapshots" else None
+        prog = " ".join(filter(None, (parser.prog, verb, action)))
         # argparse takes the value of an unknown option as a positional argument, which can make a later
         # word unknown; so if an option is unknown, the error names only options
         named = [word for word in unknown if word.startswith("-")] or unknown
@@ -342,7 +355,7 @@ def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **sett
 @cache
 def json_option() -> argparse.ArgumentParser:
     """Return a parser with `--json`, for argparse's `parents`. The root parser sets the default."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
     )
@@ -351,7 +364,10 @@ def json_option() -> argparse.ArgumentParser:
 
 def wants_json(typed: Sequence[str]) -> bool:
     """Return whether `--json` was typed, even if the command line is otherwise wrong."""
-    return hasattr(json_option().parse_known_args(list(typed))[0], "json")
+    try:
+        return hasattr(json_option().parse_known_args(list(typed))[0], "json")
+    except argparse.ArgumentError:  # `--json=1`
+        return True
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:

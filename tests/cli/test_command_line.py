@@ -225,6 +225,11 @@ def test_file_that_looks_like_a_name_is_named_with_its_folder(as_json, tmp_path,
     assert hint == "the file in this folder is ./x.gguf.partaa"
 
 
+def test_word_after_the_shell_of_a_completion_script_is_refused(capsys):
+    assert main(["completion", "bash", "extra"]) == 2
+    assert "unrecognized arguments: extra" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("typed", [["completion"], ["completion", "csh"], ["snapshots", "lst"]])
 def test_errors_show_no_plumbing(as_json, typed):
     message = as_json(*typed, code=2)["message"]
@@ -272,6 +277,11 @@ def test_denied_path_is_an_ordinary_error(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: /closed/m.gguf: Permission denied\n\nhint: ")
 
 
+def test_hint_of_an_action_names_its_help(as_json):
+    error = as_json("snapshots", "prune", "nope", code=2)
+    assert error["hint"] == "run `edgeinfer snapshots prune --help`"
+
+
 def test_extra_words_are_named_as_they_were_typed(as_json):
     message = as_json("config", "set", "offline", "true", code=2)["message"]
     assert message == "unrecognized arguments: set offline true"
@@ -307,6 +317,35 @@ def test_empty_path_is_refused_by_each_argument_that_takes_a_file_or_folder():
                 parser.parse_known_args(typed or [""])
             n_refused += 1
     assert n_refused > 15
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        ("run m hi --max-tokens", "--max-tokens: a value is missing: `--max-tokens N`"),
+        ("run m hi --resume", "--resume: a value is missing: `--resume auto|always|never`"),
+        ("chat --continue=yes", "--continue: it takes no value, but got 'yes'"),
+        ("pull m --sha256=", "--sha256: '' is not a value; is a shell variable unset?"),
+        ("serve --allow-host=", "--allow-host: '' is not a value; is a shell variable unset?"),
+        ("run m hi --stop=", "--stop: '' is not a value; is a shell variable unset?"),
+        ("run m hi --traces /none/t.json", "there is no folder /none"),
+        ("show m --ctx -1", "--ctx: '-1' is not a number between 0 and 16,777,216"),
+        (
+            "pull ./m.gguf --in-place --quantize q4_0",
+            "--quantize makes a smaller copy, so it cannot be combined with --in-place",
+        ),
+        ("list --json=1", "--json: it takes no value, but got '1'"),
+        ("verify r.json --log folder", "FILE and --log cannot be combined"),
+        (
+            "verify --log folder --content c",
+            "--content is for a private receipt, which a payload log does not have",
+        ),
+        ("bench m --streams 0", "--streams: '0' is not a number between 1 and 1,000,000"),
+        ("stop --all m", "leave out either the names or --all"),
+    ],
+)
+def test_missing_empty_and_unwanted_values_are_refused(typed, problem, as_json):
+    assert as_json(*typed.split(), code=2)["message"].removeprefix("argument ") == problem
 
 
 def _texts(path: Path) -> Iterator[str]:

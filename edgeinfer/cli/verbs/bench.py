@@ -100,9 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tg", ("-n", "--n-gen"), _number, "tokens of an answer; 0: skip this test (default: 128)"),
         ("rounds", ("-r", "--repetitions"), shared.count, "rounds (default: 5)"),
         ("depths", ("-d", "--n-depth"), _numbers, "tokens cached before each test (default: 0)"),
-        ("streams", ("--streams",), _numbers, "concurrent answers (default: 1)"),
+        ("streams", ("--streams",), _counts, "concurrent answers (default: 1)"),
     ):
-        metavar = "N,…" if kind is _numbers else "N"
+        metavar = "N,…" if kind in (_numbers, _counts) else "N"
         add(*flags, dest=field, type=kind, default=getattr(Plan(), field), metavar=metavar, help=text)
     shared.add_quiet(parser)
     shared.add_load_options(parser)
@@ -114,6 +114,10 @@ _number = shared.number_between(int, 0, 1_000_000)
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(_number, text.split(","))))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(shared.count, text.split(","))))
 
 
 def _target(text: str) -> Target:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgeinfer.cli.parser import VERBS, build_parser, verbs_of
 from edgeinfer.cli.result import Result
+from edgeinfer.errors import UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import paths
@@ -52,6 +53,9 @@ def run(options: argparse.Namespace, _host: EngineHost) -> CompletionResult:
     """Return a shell's script, or the completions of the last word of `typed`."""
     shell: str = options.shell
     if shell in SHELLS:
+        if options.typed:
+            problem = f"unrecognized arguments: {' '.join(options.typed)}"
+            raise UsageError(problem, hint=f"type `edgeinfer completion {shell}`")
         script = paths.shipped_file(f"completion.{shell}").read_text("utf-8")
         return CompletionResult(shell=shell, text=script.rstrip())
     *before, current = options.typed or [""]

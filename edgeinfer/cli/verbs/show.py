@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import typed_options
-from edgeinfer.cli.options import add_load_option, add_model
+from edgeinfer.cli.options import add_load_option, add_model, number_between
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import GpuConfig
-from edgeinfer.config.load_options import GPU_LAYERS, KV_TYPE
+from edgeinfer.config.load_options import GPU_LAYERS, KV_TYPE, N_CTX
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import EngineHost
@@ -223,7 +223,8 @@ def _device_rows(devices: LayerPlan | None) -> Rows:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "NAME, NAME:QUANT or FILE.gguf (default: the configured one)")
-    add_option(parser, "--ctx TOKENS", "estimate memory for this context", dest="n_ctx", type=int)
+    tokens = number_between(int, 0, N_CTX.high)
+    add_option(parser, "--ctx TOKENS", "estimate memory for this context", dest="n_ctx", type=tokens)
     parser.add_argument("--kv-type", choices=KV_TYPE.choices, help=KV_TYPE.help)
     add_load_option(parser, GPU_LAYERS)
 

@@ -43,8 +43,9 @@ def run(options: argparse.Namespace, _host: EngineHost) -> StopResult:
     if not options.which and not options.all:
         hint = "`edgeinfer ps` lists processes; `edgeinfer stop --all` stops them all"
         raise UsageError("name the processes to stop", hint=hint)
-    names = [] if options.all else options.which
-    chosen = [r for name in names for r in _find_processes(name, running)]
+    if options.which and options.all:
+        raise UsageError("leave out either the names or --all", hint="`edgeinfer ps` lists processes")
+    chosen = [r for name in options.which for r in _find_processes(name, running)]
     outcomes = {process.pid: _end(process.pid) for process in (running if options.all else chosen)}
     stopped = tuple(pid for pid, was_enough in outcomes.items() if was_enough)
     return StopResult(stopped=stopped, killed=tuple(pid for pid in outcomes if pid not in stopped))

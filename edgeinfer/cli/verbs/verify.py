@@ -151,7 +151,11 @@ def _share(text: str) -> float:
 def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
     """Check receipts; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
     if bool(options.files) == (options.log is not None):
-        raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
+        problem = "FILE and --log cannot be combined" if options.files else "there is nothing to verify"
+        raise UsageError(problem, hint="name a receipt, or a payload log with `--log FOLDER`")
+    if options.content and options.log:
+        problem = "--content is for a private receipt, which a payload log does not have"
+        raise UsageError(problem, hint="leave out --content, or name the receipt instead of --log")
     checks = list[Check]()
     sample, spare = list[Entry](), list[Entry]()
     notes = list[str]()
