@@ -60,7 +60,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(400, "The request has no Host header.", code="missing_host")
         name = host_name(host)
         is_known = name in self.hosts or any(h.startswith(".") and name.endswith(h) for h in self.hosts)
-        if not is_known and not (self.any_address and _is_address(name)):
+        if not (name and is_known) and not (self.any_address and _is_address(name)):
             foreign = host[:200]
             message = f"Host '{foreign}' is not a name of this endpoint; `--allow-host` adds it."
             raise Problem(403, message, code="host_not_allowed")

@@ -331,6 +331,11 @@ def test_host_suffix_accepts_only_subdomains():
             gate.check_host({"host": other})
 
 
+def test_invalid_host_header_is_refused_whatever_hosts_are_allowed():
+    with pytest.raises(Problem):
+        Gate(keys=Keys([]), hosts=frozenset({""})).check_host({"host": "not a host"})
+
+
 def test_tls_needs_both_files(tmp_path):
     for option, missing in (("--tls-cert", "--tls-key"), ("--tls-key", "--tls-cert")):
         with pytest.raises(UsageError, match=f"{option} needs") as caught:
