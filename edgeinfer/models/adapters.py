@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.errors import ConversionError, InvalidGgufError
+from edgeinfer.errors import ConversionError, InvalidGgufError, UsageError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
@@ -74,8 +75,8 @@ def pull_adapter(
     """Fetch the PEFT adapter `text` (a folder or a source), convert it for the model `base`, store it.
 
     The adapter is stored as `options.name`; None makes a name from `text`. Raises UsageError if `text`
-    is not an adapter, ConversionError if the adapter cannot be converted for `base`, and the errors of
-    `pull` and `ModelRef.files`.
+    is not an adapter, or if another adapter has the name and not `options.again`; ConversionError if
+    the adapter cannot be converted for `base`; and the errors of `pull` and `ModelRef.files`.
     """
     from edgeinfer.models.converting.fetched import link_files
     from edgeinfer.models.converting.lora import convert_adapter  # slow import: 150 ms
@@ -105,6 +106,12 @@ def pull_adapter(
         folder = first if first.is_dir() else link_files(fetched, work / "adapter")
         convert_adapter(folder, header, base, target)
         sync(target)
-        os.replace(target, adapter_path(ref.name))
+        path = adapter_path(ref.name)
+        if path.exists() and not (options.again or filecmp.cmp(target, path, shallow=False)):
+            target.unlink()
+            problem = f"an adapter called {ref.name} is here already, with another content"
+            hint = "give this one another name (`--name NAME`), or replace the other: --again"
+            raise UsageError(problem, hint=hint)
+        os.replace(target, path)
         shutil.rmtree(work, ignore_errors=True)
-    return _describe(adapter_path(ref.name))
+    return _describe(path)

@@ -81,7 +81,7 @@ def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult
         flag = "--quantize" if options.quantize else "--in-place"
         problem = f"{flag} is for models: an adapter is stored as a copy in its own precision"
         raise UsageError(problem, hint=f"leave out {flag}, or --base if {source} is a model")
-    pull_options = PullOptions(name=options.name, sha256=options.sha256)
+    pull_options = PullOptions(name=options.name, sha256=options.sha256, again=options.again)
     with progress_on(quiet=options.quiet) as report:
         return PullAdapterResult(adapter=pull_adapter(source, options.base, report, pull_options))
 

@@ -73,6 +73,19 @@ def test_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
     assert adapters.list_adapters() == []
 
 
+def test_another_adapter_is_replaced_only_if_it_is_pulled_again(tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    folder = str(make_peft(tmp_path / "red", "qwen3", ATTENTION))
+    first = pull_adapter(folder, "base")
+    assert pull_adapter(folder, "base") == first  # the same adapter
+    make_peft(tmp_path / "red", "qwen3", ATTENTION[:1])
+    with pytest.raises(UsageError, match="called red is here already"):
+        pull_adapter(folder, "base")
+    assert adapters.list_adapters() == [first]
+    assert not list((paths.models_dir() / ".partial").iterdir())
+    assert pull_adapter(folder, "base", options=PullOptions(again=True)).n_tensors == 2
+
+
 def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     pulled_base("qwen3", tmp_path)
