@@ -34,7 +34,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.snapshot_format.storage import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, actual_options, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process
-from edgeinfer.snapshots.restore.app_host import LoadedModel, chosen_values
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel, chosen_values
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine

@@ -41,7 +41,8 @@ from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.inputs import SnapshotInputs, describe
-from edgeinfer.snapshots.restore.app_host import AppHost, LoadedModel, chosen_values
+from edgeinfer.snapshots.restore.app_host import AppHost
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel, chosen_values
 
 from .conftest import folder_of, publish
 

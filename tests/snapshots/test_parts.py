@@ -47,7 +47,7 @@ from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.builder.builder import Builder, BuildRequest
 from edgeinfer.snapshots.inputs import SnapshotInputs
-from edgeinfer.snapshots.restore import app_host, app_process
+from edgeinfer.snapshots.restore import app_process, loaded_model
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.workers.remote_engine import RemoteEngine
 
@@ -199,19 +199,19 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
 @pytest.mark.parametrize("uncached", [0, 1, 2])
 def test_prefetch_reads_only_uncached_steps(tmp_path, uncached):
     path = tmp_path / "file"
-    step = app_host.STEP_BYTES
+    step = loaded_model.STEP_BYTES
     sizes = [step, step, 5000]
     path.write_bytes(os.urandom(step + sum(sizes)))
     area = Area(0, sum(sizes), "r--s", step, str(path))
-    assert app_host.read_ahead(area) == 0
+    assert loaded_model.read_ahead(area) == 0
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         for index in {0, 1, 2} - {uncached}:
             os.pread(file.fileno(), 1, step + sum(sizes[: index + 1]) - 1)
-    assert app_host.read_ahead(area) == sizes[uncached]
-    assert app_host.read_ahead(area) == 0
+    assert loaded_model.read_ahead(area) == sizes[uncached]
+    assert loaded_model.read_ahead(area) == 0
 
 
 @pytest.mark.parametrize(

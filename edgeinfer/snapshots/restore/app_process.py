@@ -35,7 +35,8 @@ from edgeinfer.launcher.messages import LIMITS, LaunchRequest
 from edgeinfer.platform import linux, process, tcp
 from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.restore.app_host import AppHost, LoadedModel
+from edgeinfer.snapshots.restore.app_host import AppHost
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
 #: Environment variable of tests: path of a file that gets the modules imported after a resume.
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"

@@ -23,7 +23,7 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshot_format import criu
 from edgeinfer.snapshot_format.storage import Manifest
-from edgeinfer.snapshots.restore.app_host import LoadedModel
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
 _SAMPLED_TOKENS = 12
 
