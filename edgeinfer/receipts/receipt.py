@@ -240,10 +240,10 @@ def parse_json(data: bytes) -> Any:
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (RecursionError, ValueError) as error:
-        raise ReceiptError(f"this is not a receipt: {_problem_of(error)}") from error
+        raise ReceiptError(f"this is not a receipt: {_describe_json_error(error)}") from error
 
 
-def _problem_of(error: RecursionError | ValueError) -> str:
+def _describe_json_error(error: RecursionError | ValueError) -> str:
     match error:
         case RecursionError():
             return "it is nested too deeply"

@@ -196,8 +196,8 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                     document = parse_json(line + file.read(MAX_BYTES))
                 except ReceiptError as fault:
                     raise ReceiptError(f"{name}: {fault.message}") from fault
-            if problem := _problem(document, event if is_event else None):
-                yield location, ReceiptError(problem)
+            if reason := _why_not_a_reply(document, event if is_event else None):
+                yield location, ReceiptError(reason)
                 continue
             source = source or location
             documents += document if isinstance(document, list) else [document]
@@ -215,8 +215,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         yield from line.splitlines() if line.startswith((b"data:", *_OTHER_FIELDS)) else [line]
 
 
-def _problem(document: Any, event: bytes | None) -> str:
-    """Return why a document belongs to no reply; "" if it may. `event` is the name of its event."""
+def _why_not_a_reply(document: Any, event: bytes | None) -> str:
+    """Return why a document is not part of a reply; "" if it may be. `event` is its event's name."""
     if event is not None and event.decode(errors="replace") != _type_of(document):
         return "the event's name is not the type in its data"
     if isinstance(document, list):  # with `receipts` at its end, it has the answers to several prompts
