@@ -30,6 +30,9 @@ _Copy = dict[Part, dict[tuple[int, ...], list[str]]]
 _OF_RESPONSES = {"deltas", "texts", "parts", "items", "response"}
 #: Copies of replies that are never streamed in pieces, so that each text and call occurs once.
 _WHOLE = {"chat", "message", "infer"}
+#: A file may have this many documents and receipts, or more if they have on average this many bytes.
+#: Events of edgeinfer are longer. Without this limit, a hostile file of 2 MB takes up to 23 s to read.
+_MANY, _LEAST_BYTES = 1000, 64
 #: Copies in which a tool call's arguments are an object; `{}` if the model wrote an unfinished one.
 _WITH_OBJECTS = {"message", "blocks", "Ollama's chat"}
 
@@ -164,13 +167,14 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
 
     The file is one document, or lines of JSON or of server-sent events. A line that is not JSON, or
     does not fit the lines before it, is yielded as an error. Raises OSError, and ReceiptError if the
-    file is one document and not JSON.
+    file is one document and not JSON, or has many very short documents or receipts.
     """
     documents, source = list[Any](), ""
-    n_lines, event = 0, b""
+    n_lines = n_bytes = n_read = 0
+    event = b""
     has_data = of_events = False
     for number, line in enumerate(_lines(file), 1):
-        location = f"{name}:{number}"
+        n_bytes += len(line)
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
         n_lines += bool(content)
         if not line.strip(b"\r\n"):
@@ -179,6 +183,9 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
             event = line[6:].strip()
         if not content or (line.startswith(_OTHER_FIELDS) and b"data:" not in line):
             continue  # after U+2028 in a comment, some clients read an event
+        location = f"{name}:{number}"
+        n_read += 1
+        _refuse_short(name, n_read, n_bytes)
         is_mixed = (is_event and has_data) or (bool(documents) and is_event != of_events)
         of_events, has_data = is_event, is_event
         is_last = content == b"[DONE]"
@@ -192,21 +199,33 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                 if n_lines > 1 or is_event or name.endswith(".jsonl"):
                     yield location, error
                     continue
+                later_lines = file.read(MAX_BYTES)
+                n_bytes += len(later_lines)
                 try:
-                    document = parse_json(line + file.read(MAX_BYTES))
+                    document = parse_json(line + later_lines)
                 except ReceiptError as fault:
                     raise ReceiptError(f"{name}: {fault.message}") from fault
             if reason := _why_not_a_reply(document, event if is_event else None):
                 yield location, ReceiptError(reason)
                 continue
             source = source or location
-            documents += document if isinstance(document, list) else [document]
+            added = document if isinstance(document, list) else [document]
+            n_read += len(added) - 1 + sum(map(len, map(_receipts, added)))
+            _refuse_short(name, n_read, n_bytes)
+            documents += added
             is_last = _is_last(document, is_event=is_event)
         if is_last and documents:
             yield source, documents
             documents, source = [], ""
     if documents:
         yield source, documents
+
+
+def _refuse_short(name: str, n_read: int, n_bytes: int) -> None:
+    """Raise ReceiptError if a file has many very short documents or receipts in its first `n_bytes`."""
+    if n_read > _MANY and n_bytes < n_read * _LEAST_BYTES:
+        problem = f"{name}: documents or receipts of {n_bytes // n_read} bytes are not of edgeinfer"
+        raise ReceiptError(problem, hint="name a receipt, or a reply as the endpoint sent it")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -299,6 +318,8 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
         quotes[-1] = Quote(fault="order of events")
     answers = set[int]()
     for reply in replies:
+        if answers and -1 in quotes and quotes[-1].fault:
+            break  # this reply differs from each receipt, whatever follows
         copy, pieces = read_pieces(reply)
         for piece in pieces:  # a line of a failed request has none, and no answer
             answers.add(piece.answer)

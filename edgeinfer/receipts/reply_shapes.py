@@ -61,6 +61,8 @@ class Piece(NamedTuple):
 
 #: Allowed indices of answers, texts and calls. Very large integers are not exact in all clients.
 _INDICES = range(1 << 16)
+#: A shape with this many unknown parts is read no further: the first one decides the verdict.
+_MOST_UNKNOWN = 10
 _PARTS_OF_ANSWERS = tuple(Part)[:7]
 #: Types of values that are refused in a field that is not a part of an answer.
 _REFUSED_TYPES = {Part.SCALAR: (dict, list), Part.ANY: ()}
@@ -210,7 +212,7 @@ _LOG_DATA = _fields(
 )
 _LOG_LINE = _fields("specversion id source time subject datacontenttype", data=_LOG_DATA)
 _LOG_LINE["type"] = "io.edgeinfer.generation"
-_LINES = {"batch": _BATCH_LINE, "log": _LOG_LINE}
+_DOCUMENTS = _REPLIES | {"batch": _BATCH_LINE, "log": _LOG_LINE}
 
 
 def read_pieces(document: Any) -> tuple[str, list[Piece]]:
@@ -221,7 +223,7 @@ def read_pieces(document: Any) -> tuple[str, list[Piece]]:
     """
     kind = document.get("type") if isinstance(document, dict) else None
     event = _EVENTS.get(kind) if isinstance(kind, str) else None
-    shapes = [event] if event else (_REPLIES | _LINES).items()
+    shapes = [event] if event else _DOCUMENTS.items()
     try:
         return _read_best(shapes, document, _Spot())
     except RecursionError:
@@ -244,12 +246,28 @@ def _read_best(shapes: Iterable[tuple[str, Any]], node: Any, spot: _Spot) -> tup
     """Return the name and the pieces of the shape with the fewest unknown parts."""
     best, fewest = ("", list[Piece]()), math.inf
     for name, shape in shapes:
-        pieces = list(_pieces(shape, node, spot))
-        if (n_unknown := [piece.kind for piece in pieces].count(Part.UNKNOWN)) < fewest:
+        if _least_unknown(shape, node) >= fewest:
+            continue
+        pieces, n_unknown = list[Piece](), 0
+        for piece in _pieces(shape, node, spot):
+            pieces.append(piece)
+            n_unknown += piece.kind is Part.UNKNOWN
+            if n_unknown >= min(fewest, _MOST_UNKNOWN):
+                break
+        if n_unknown < fewest:
             best, fewest = (name, pieces), n_unknown
         if not n_unknown:
             break
     return best
+
+
+def _least_unknown(shape: Any, node: Any) -> int:
+    """Return how many parts of an object are unknown at least, by its keys and its `type`."""
+    if not (isinstance(shape, dict) and isinstance(node, dict)):
+        return 0
+    kind = shape.get("type")
+    has_other_type = type(kind) is str and node.get("type", kind) != kind
+    return len([key for key in node if key not in shape]) + has_other_type
 
 
 def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
@@ -273,7 +291,7 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
             yield from _read_best((("", alternative) for alternative in shape), node, spot)[1]
         case [Part.ANSWER, inner] if isinstance(node, list):
             for i, child in enumerate(node):
-                yield from _pieces(inner, child, spot._replace(answer=i))
+                yield from _pieces(inner, child or None, spot._replace(answer=i))  # {} is unknown
         case [inner] if node is None or isinstance(node, list):
             children, numbers = node or [], _numbers(inner)
             for i, child in enumerate(children):
@@ -281,7 +299,7 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
                 if numbers and len(children) > 1 and not is_ith:
                     yield spot.piece(Part.UNKNOWN, spot.path)  # clients read elements by their place
                 position = spot.position if numbers else (*spot.position, i)
-                yield from _pieces(inner, child, spot._replace(position=position))
+                yield from _pieces(inner, child or None, spot._replace(position=position))
         case dict() if isinstance(node, dict):
             numbers = _numbers(shape)
             for key in numbers:
