@@ -43,6 +43,11 @@ class EdgeInferError(Exception):
         self.message = message
         self.hint = hint
 
+    @property
+    def message_and_hint(self) -> str:
+        """`MESSAGE (HINT)`, or only the message if `hint` is None or empty."""
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
 
 class UsageError(EdgeInferError):
     """An invalid command line or request."""

@@ -104,11 +104,9 @@ def from_error(error: e.EdgeInferError) -> Problem:
     The table `_ANSWERS` has the status; a class without a row uses the row of its nearest base class.
     """
     status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
-    message = error.message
+    message = error.message_and_hint if status < 500 else error.message
     if status == 422 or status >= 500:
         message = _FOLDERS.sub("", message)  # clients must not learn the server's folders
-    if error.hint and status < 500:
-        message = f"{message} ({error.hint})"
     return Problem(
         status,
         message,

@@ -17,7 +17,7 @@ import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.config.toml_file import convert
-from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
+from edgeinfer.errors import ConfigError, ToolServerError
 
 _MAX_NAME = 48
 _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
@@ -80,13 +80,8 @@ def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], l
             try:
                 specs[name] = _spec(f"{where}: tool server {written_name}", name, entry, folder)
             except ConfigError as error:
-                left_out.append(f"{with_hint(error)}: left out")
+                left_out.append(f"{error.message_and_hint}: left out")
     return list(specs.values()), left_out
-
-
-def with_hint(error: EdgeInferError) -> str:
-    """Return `MESSAGE (HINT)`, or only the message if `error.hint` is empty."""
-    return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def _sources(
@@ -104,7 +99,7 @@ def _sources(
                 )
             yield file, _entries(path)
         except ConfigError as error:
-            left_out.append(f"{with_hint(error)}: left out")
+            left_out.append(f"{error.message_and_hint}: left out")
         except RuntimeError:
             left_out.append(f"{file}: this user has no home folder: left out")
 

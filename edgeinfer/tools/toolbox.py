@@ -24,7 +24,7 @@ from edgeinfer.runtime.requests import Tool
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
 from edgeinfer.tools.mcp_client import McpClient, ToolInfo
-from edgeinfer.tools.mcp_servers import load_servers, with_hint
+from edgeinfer.tools.mcp_servers import load_servers
 from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.tool_use import Stop, StoppedError, safe_text, shown_name
 from edgeinfer.tools.web import Web
@@ -121,7 +121,7 @@ class Toolbox:
             try:
                 self.start(name)
             except EdgeInferError as error:
-                failures[name] = safe_text(with_hint(error), _MOST_DESCRIPTION)
+                failures[name] = safe_text(error.message_and_hint, _MOST_DESCRIPTION)
             except StoppedError:
                 failures[name] = f"tool server {name}: the user stopped the start"
 
