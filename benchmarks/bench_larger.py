@@ -25,7 +25,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from common import (
     drop,
     make_parser,
     model_path,
+    new_home,
     peer_command,
     peer_program,
     spread,
@@ -306,15 +306,6 @@ def run_all(options: argparse.Namespace) -> None:
                 print(line, file=sys.stderr)
                 with open(options.results, "a") as file:
                     file.write(line + "\n")
-
-
-@contextmanager
-def new_home() -> Iterator[Path]:
-    """Make a home of edgeinfer that builds no snapshots."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config").mkdir()
-        (Path(folder) / "config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
-        yield Path(folder)
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -16,7 +16,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,17 @@ from typing import Any
 
 import msgspec
 from bench_invariance import prompts  # type: ignore[import-not-found]  # not checked by mypy
-from common import call, free_port, make_parser, model_path, process, spread, wait_healthy, write_figure
+from common import (
+    call,
+    free_port,
+    make_parser,
+    model_path,
+    new_home,
+    process,
+    spread,
+    wait_healthy,
+    write_figure,
+)
 from peer_server import EDGEINFER
 
 from edgeinfer.bench import markdown
@@ -91,8 +100,8 @@ _FREE = ("sampled", "cut by length", "penalties", "streamed", "n = 4", "from the
 @contextmanager
 def endpoint(model: Path) -> Iterator[int]:
     """Serve a model file in an empty home until the block ends; yield the port."""
-    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as home:
-        settings: dict[str, Any] = {"env": os.environ | {"EDGEINFER_HOME": home}}
+    with new_home() as home:
+        settings: dict[str, Any] = {"env": os.environ | {"EDGEINFER_HOME": str(home)}}
         pull = [*EDGEINFER, "pull", str(model), "--name", "m", "--in-place", "--quiet"]
         subprocess.run(pull, check=True, **settings)
         port = free_port()

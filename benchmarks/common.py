@@ -146,6 +146,15 @@ def biggest_below(pid: int) -> int:
 
 
 @contextlib.contextmanager
+def new_home() -> Iterator[Path]:
+    """Make a home of edgeinfer that builds no snapshots: a build would outlive its endpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config").mkdir()
+        (Path(folder) / "config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
+        yield Path(folder)
+
+
+@contextlib.contextmanager
 def process(command: Sequence[str | Path], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server without terminal and output until the block ends. `settings` are those of Popen."""
     quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
