@@ -99,6 +99,12 @@ def test_continued_user_turn_takes_no_answer():
     assert caught.value.param == "messages"
 
 
+def test_a_request_has_at_most_8192_messages():
+    check_request(request_of(messages=USER * 8192), 100)
+    with pytest.raises(InvalidRequestError, match=r"^messages: at most 8,192 messages are allowed$"):
+        check_request(request_of(messages=USER * 8193), 100)
+
+
 def test_base_model_continues_a_transcript():
     chat_format = load_format()
     chat = chat_format.process(request_of())
