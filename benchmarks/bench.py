@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from operator import truediv
 from pathlib import Path
 
 import gguf
@@ -181,7 +182,7 @@ def _read_by_a_token(path: Path) -> int:
 
 
 def _ik_rate(folder: str, path: Path, threads: int, *, is_repacked: bool) -> float:
-    program = next(Path(folder).rglob("llama-bench"))
+    program = next(path for path in Path(folder).rglob("llama-bench") if path.is_file())
     flags = f"-p 0 -n {_DECODE_IN_TURN} -t {threads} -r 1 -o json -rtr {int(is_repacked)}".split()
     done = subprocess.run([program, "-m", path, *flags], check=True, capture_output=True, text=True)
     (row,) = json.loads(done.stdout[done.stdout.index("[") :])
@@ -241,14 +242,15 @@ def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
 
 
 def decode_table(rates: dict[str, dict[str, list[float]]]) -> str:
-    """Return the figure's rows: medians with the range of the rounds, in tokens/s."""
+    """Return the figure's rows: medians with the range of the rounds, in tokens/s; ratios within a round."""
     peers = [side for side in next(iter(rates.values())) if side not in ("read", "share", "ours")]
     rows = []
     for model, sides in rates.items():
-        size, ours = _read_by_a_token(model_path(model)) / 1e9, statistics.median(sides["ours"])
+        size = _read_by_a_token(model_path(model)) / 1e9
         cells = {side: spread(values, "", 1) for side, values in sides.items() if values}
         share = f"{statistics.median(sides['share']):.0%}" if sides["share"] else "–"
-        beside = [f"{cells[peer]}, {ours / statistics.median(sides[peer]):.2f} ×" for peer in peers]
+        ratios = {peer: statistics.median(map(truediv, sides["ours"], sides[peer])) for peer in peers}
+        beside = [f"{cells[peer]}, {ratios[peer]:.2f} ×" for peer in peers]
         rows.append([model, f"{size:.2f}", cells.get("read", "–"), cells["ours"], share, *beside])
     head = ["model", "GB a token", "plain loop, GB/s", "ours", "share of the loop", *peers]
     return markdown(head, rows)

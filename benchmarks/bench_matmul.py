@@ -123,7 +123,7 @@ def peak(level: str, file: Path | None = None) -> list[float]:
 
     The first is that of G multiply-accumulates per second with two threads. The others are GB/s that a
     plain loop reads: the maximum with one thread, and the maximum and the median with two. The loop
-    reads memory, or the mapped `file`, which has at least 256 MB and is in the page cache.
+    reads memory, or all of the mapped `file`, which is in the page cache.
     """
     if level not in _LEVELS:
         return [0.0, 0.0, 0.0, 0.0]
