@@ -20,8 +20,10 @@ T = TypeVar("T")
 Keys = tuple[str | int, ...]
 #: Tables whose values may be secrets, which errors do not show.
 _SECRET = {"env", "headers"}
-#: Larger files are not searched for the line of a mistake, which would take seconds.
-_MAX_SEARCHED = 64 << 10
+#: The search for the line of a mistake parses at most about this many characters, which takes 1 s.
+_MAX_SEARCHED = 4 << 20
+#: Larger numbers are refused: Python cannot write one of 10,000 hexadecimal digits in decimal digits.
+_MAX_BITS = 1024
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -43,15 +45,24 @@ class TomlFile:
             raise ConfigError(f"{path}: not valid TOML: nested too deeply", hint=hint) from error
         except ValueError as error:  # also a number of more than 4,300 digits
             raise ConfigError(f"{path}: not valid TOML: {error}", hint=hint) from error
+        for keys, value in leaves(self.tables):
+            if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+                raise ConfigError(f"{self.position(keys)}: {key_name(keys)} is too large", hint=hint)
 
     def position(self, keys: Keys) -> str:
         """Return `FILE, line N` for the line that sets a key; `FILE` if the line is not found."""
         while keys and isinstance(keys[-1], int):
             keys = keys[:-1]
-        lines = self.text.split("\n")
-        for number in range(len(lines), 0, -1) if keys and len(self.text) <= _MAX_SEARCHED else ():
-            if str(keys[-1]) in lines[number - 1] and _lacks("\n".join(lines[: number - 1]), keys):
-                return f"{self.path}, line {number}"
+        lines, n_searched = self.text.split("\n"), 0
+        for number in range(len(lines), 0, -1) if keys else ():
+            if str(keys[-1]) not in lines[number - 1] or n_searched > _MAX_SEARCHED:
+                continue
+            before = "\n".join(lines[: number - 1])
+            n_searched += len(before)
+            if _lacks(before, keys):
+                # a line that only mentions the key, such as a comment, does not set it
+                is_set = not _lacks(f"{before}\n{lines[number - 1]}", keys)
+                return f"{self.path}, line {number}" if is_set else str(self.path)
         return str(self.path)
 
 

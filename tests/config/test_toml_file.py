@@ -1,6 +1,7 @@
 """Wrong values of every key of config.toml and models.toml, and unknown keys in all their tables."""
 
 import re
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,8 @@ def test_secret_is_not_shown(table, tmp_path):
         ("[tools.servers.port]\nurl = ''\n[serve]\n'port' = -1\n", 4),
         ("[gpu]\ndevices = [\n  3,\n]", 2),
         ('[serve]\n"\\u0070ort" = -1', 0),
+        ('# the port\n[serve]\n"\\u0070ort" = -1', 0),
+        (f"[serve]\nport = 0x{'f' * 10000}", 2),
     ],
 )
 def test_line_of_a_mistake_is_found(text, line, tmp_path):
@@ -190,6 +193,25 @@ def test_line_of_a_mistake_is_found(text, line, tmp_path):
         load_config(path)
     position = f"{path}, line {line}: " if line else f"{path}: "
     assert refused.value.message.startswith(position)
+
+
+def test_line_that_mentions_a_key_is_not_the_line_that_sets_the_key(tmp_path):
+    lines = '# a path of an adapter\n[models.mine]\nsources = ["file:/f"]\nlora = [\n{ path = 3 }\n]'
+    (path := tmp_path / "file.toml").write_text(lines)
+    with pytest.raises(ConfigError) as refused:
+        catalog.load_catalog(path)
+    assert refused.value.message.startswith(f'{path}: model "mine": `path` in item 1 of `lora` is 3')
+
+
+@pytest.mark.parametrize("n_lines", [100, 20000])
+def test_search_for_a_line_ends_soon(n_lines, tmp_path):
+    texts = "".join(f'p{i} = "go offline"\n' for i in range(n_lines))
+    (path := tmp_path / "file.toml").write_text(f"offline = 1\n[chat.system-prompts]\n{texts}")
+    began = time.process_time()
+    with pytest.raises(ConfigError) as refused:
+        load_config(path)
+    assert refused.value.message.startswith(f"{path}, line 1: " if n_lines == 100 else f"{path}: ")
+    assert time.process_time() - began < 10
 
 
 def test_new_model_needs_no_title_but_sources(tmp_path):
