@@ -67,7 +67,9 @@ def _text_like(pattern: str, description: str) -> Callable[[str], str]:
 
 
 _host = _text_like(r"\.?[\w-][\w.-]*|\[[\da-fA-F:.]+\]", "a name without port, such as models.example")
-_origin = _text_like(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+", "an origin, such as https://models.example")
+#: Browsers send `null` or `file://` as the origin of pages that they read from files.
+_ORIGIN = r"null|file://|[a-z][a-z\d+.-]*://[^/\sA-Z]+"
+_origin = _text_like(_ORIGIN, "an origin, such as https://models.example")
 port_number = shared.number_between(int, 0, 65_535)
 
 

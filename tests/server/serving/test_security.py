@@ -315,6 +315,8 @@ def test_typed_hosts_and_origins_are_accepted_and_star_is_not():
         gate = make_gate(typed, EngineHost(config=Config()), [listener])
         assert {"box.lan", "other.lan", *LOOPBACK_HOSTS} <= gate.hosts
         assert gate.origins == {PAGE}
+    for page_of_a_file in ("null", "file://"):
+        assert [*_options("--allow-origin", page_of_a_file).allow_origin] == [page_of_a_file]
     for wrong in ("*", "foo", "https://Models.example", "https://models.example/"):
         with pytest.raises(UsageError, match="is not an origin, such as"):
             _options("--allow-origin", wrong)
