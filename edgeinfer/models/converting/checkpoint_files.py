@@ -50,7 +50,8 @@ def weight_files(paths: list[str]) -> list[str]:
 
 def checkpoint_files(paths: list[str]) -> list[str]:
     """Return which of `paths` to fetch for a conversion; [] if they are not a checkpoint or adapter."""
-    if CONFIG not in paths and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
-        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     weights = weight_files(paths) if CONFIG in paths else []
+    # some programs save the base model's config.json, too
+    if weights in ([], [ADAPTER_WEIGHTS]) and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     return [*(name for name in _CONFIGURATION if name in paths), *weights] if weights else []

@@ -86,11 +86,12 @@ def test_another_adapter_is_replaced_only_if_it_is_pulled_again(tmp_path) -> Non
     assert pull_adapter(folder, "base", options=PullOptions(again=True)).n_tensors == 2
 
 
-def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("more", [{}, {"config.json": b"{}", "tokenizer.json": b"{}"}])
+def test_repository_with_an_adapter_is_pulled(more, server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION)
-    server.repos["someone/Red"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    server.repos["someone/Red"] = {path.name: path.read_bytes() for path in folder.iterdir()} | more
     options = PullOptions(retry_policy=HASTY)
     with pytest.raises(UsageError, match="holds a LoRA adapter"):
         pull("someone/Red", options=options)
