@@ -228,7 +228,8 @@ class ModelDrafting(Drafting):
         self._n_prompt = self._n_prompt or len(tokens)
         _, rate = budget.best(self._expect(limit))
         if rate <= budget.best(text_runs)[1]:
-            self._mean.rate += _RECOVERY * (_MEAN_START - self._mean.rate)
+            for mean in (self._mean, model.mean):  # one answer may be too short to recover
+                mean.rate += _RECOVERY * (_MEAN_START - mean.rate)
             model.cost += _RECOVERY * (model.least_cost - model.cost)
             return budget.take(text_runs)
         began = time.perf_counter()

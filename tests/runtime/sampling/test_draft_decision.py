@@ -154,6 +154,23 @@ def test_a_draft_model_costs_two_percent_and_its_first_trials_at_most(
             assert off_s > 1.5 * on_s
 
 
+@pytest.mark.parametrize("machine", ["4b", "0.5b"])
+@pytest.mark.parametrize("n_answer", [30, 250])
+def test_a_draft_model_that_was_wrong_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, n_answer: int, machine: str
+) -> None:
+    """Also if each answer is too short for its own expected rate to recover."""
+    clock, step_s = [0.0], STEPS[machine]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
+    costs = StepCurve()
+    costs.measure(step_s)
+    make_drafting = partial(draft_with, Draft(step_s(1), clock))
+    spent_s(make_drafting, costs, clock, step_s, 1, random_texts(0.0, 100, n_answer))
+    on_s = spent_s(make_drafting, costs, clock, step_s, 1, random_texts(0.95, 100, n_answer))
+    assert 100 * (n_answer - 1) * step_s(1) > 1.4 * on_s
+
+
 @pytest.mark.parametrize("text_drafts", [0, 1])
 def test_only_verified_tokens_of_the_draft_model_pay_for_drafts(
     monkeypatch: pytest.MonkeyPatch, text_drafts: int
