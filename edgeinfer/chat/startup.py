@@ -14,7 +14,7 @@ import msgspec
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.config.config_file import ChatConfig, name_origin
+from edgeinfer.config.config_file import ChatConfig, append_config_key
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import EngineHost, LoadProgress, ProcessStart
 from edgeinfer.runtime.interface import Engine
@@ -105,7 +105,7 @@ class Engines:
             try:
                 return self._get(model, options, progress)
             except EdgeInferError as error:
-                name_origin(error)
+                append_config_key(error)
                 raise
 
     def _get(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Engine:

@@ -28,7 +28,7 @@ from edgeinfer.cli.parser import (
     wants_json,
 )
 from edgeinfer.cli.result import Result, TimedResult, envelope, error_envelope
-from edgeinfer.config.config_file import name_origin
+from edgeinfer.config.config_file import append_config_key
 from edgeinfer.errors import (
     CatalogError,
     DiskFullError,
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> i
         _print_result(result, as_json=as_json)
         return result.exit_code
     except EdgeInferError as error:
-        name_origin(error, typed)
+        append_config_key(error, typed)
         _print_error(error, as_json=as_json)
         return error_text.exit_code(error)
     except BrokenPipeError:

@@ -159,14 +159,14 @@ PresetConfig = msgspec.defstruct(
     forbid_unknown_fields=True,
     omit_defaults=True,
 )
-#: Names by which `[chat.keys]` rebinds the chat's keys; `tui.bindings` describes each.
-KEY_NAMES = """
+#: Ids of the chat's key bindings, which `[chat.keys]` can change; `tui.bindings` describes each.
+BINDING_IDS = """
     send newline complete undo editor stop copy-or-quit regenerate continue previous next copy-answer
     copy-code fold turn-up turn-down scroll-up scroll-down scroll-home scroll-end new help models
     sessions repaint suspend quit turn-edit turn-copy turn-code turn-fork turn-fold turn-previous
     turn-next model-warm model-cancel session-delete session-undo
 """.split()
-_KeyName: Any = Literal[tuple(KEY_NAMES)]
+_BindingId: Any = Literal[tuple(BINDING_IDS)]
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):
@@ -174,7 +174,7 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
         "edgeinfer-dark"
     )
     keys: Annotated[
-        dict[_KeyName, str], key_doc('Keys by a binding\'s id, e.g. `stop = "ctrl+x"`.')
+        dict[_BindingId, str], key_doc('Keys by a binding\'s id, e.g. `stop = "ctrl+x"`.')
     ] = {}
     system_prompts: Annotated[dict[str, str], key_doc("System prompts, for `/system NAME`.")] = {}
     presets: Annotated[
@@ -310,8 +310,8 @@ def _parse(
     return convert(document, Config, file.position)
 
 
-def name_origin(error: EdgeInferError, typed: Iterable[str] = ()) -> None:
-    """If the message of `error` quotes a value of config.toml, add to the message which key has it.
+def append_config_key(error: EdgeInferError, typed: Iterable[str] = ()) -> None:
+    """If the message of `error` quotes a value of config.toml, append the key and line of that value.
 
     Values that occur in `typed`, the words of the command line, are left out.
     """
@@ -321,7 +321,7 @@ def name_origin(error: EdgeInferError, typed: Iterable[str] = ()) -> None:
         return
     for keys, value in leaves(file.tables):
         text = str(value)
-        is_quoted = len(text) > 3 and re.search(_quotation(value), error.message)
+        is_quoted = len(text) > 3 and re.search(_quotation_pattern(value), error.message)
         if is_quoted and not any(text in word for word in typed):
             position = file.position(keys)
             if position not in error.message:
@@ -329,8 +329,8 @@ def name_origin(error: EdgeInferError, typed: Iterable[str] = ()) -> None:
             return
 
 
-def _quotation(value: object) -> str:
-    """Return a pattern of a configured value in a message, but not of other words and numbers."""
+def _quotation_pattern(value: object) -> str:
+    """Return a regular expression that finds a configured value, but not inside other words."""
     text = re.escape(str(value))
     if not isinstance(value, str):
         return rf":{text}\b"  # a port

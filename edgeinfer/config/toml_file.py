@@ -16,12 +16,12 @@ import msgspec
 from edgeinfer.errors import ConfigError
 
 T = TypeVar("T")
-#: Where a value is: keys of tables, and indexes of lists.
+#: Path to a value in a file: keys of tables and indexes of lists.
 Keys = tuple[str | int, ...]
 #: Tables whose values may be secrets, which errors do not show.
-_SECRET = {"env", "headers"}
+_SECRET_TABLES = {"env", "headers"}
 #: The search for the line of a mistake parses at most about this many characters, which takes 1 s.
-_MAX_SEARCHED = 4 << 20
+_MAX_SEARCHED_CHARS = 4 << 20
 #: Larger numbers are refused: Python cannot write one of 10,000 hexadecimal digits in decimal digits.
 _MAX_BITS = 1024
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -55,7 +55,7 @@ class TomlFile:
             keys = keys[:-1]
         lines, n_searched = self.text.split("\n"), 0
         for number in range(len(lines), 0, -1) if keys else ():
-            if str(keys[-1]) not in lines[number - 1] or n_searched > _MAX_SEARCHED:
+            if str(keys[-1]) not in lines[number - 1] or n_searched > _MAX_SEARCHED_CHARS:
                 continue
             before = "\n".join(lines[: number - 1])
             n_searched += len(before)
@@ -67,7 +67,7 @@ class TomlFile:
 
 
 def leaves(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield every value in tables and lists that is neither of both, with its keys."""
+    """Yield keys and value of every value in tables and lists that is neither a table nor a list."""
     if not isinstance(value, dict | list):
         yield keys, value
         return
@@ -99,7 +99,8 @@ def convert(
 ) -> T:
     """Convert a parsed value to `kind`.
 
-    Raises ConfigError about the first mistake. `position` returns the beginning of its message.
+    Raises ConfigError about the first mistake. The error's message begins with the text that `position`
+    returns for the keys of the mistake: file and line.
     """
     try:
         return msgspec.convert(value, kind)
@@ -109,7 +110,7 @@ def convert(
 
 
 def _mistake(value: Any, kind: Any, keys: Keys) -> tuple[Keys, str] | None:
-    """Find the first mistake in `value`; return its keys and what is wrong, None if there is none."""
+    """Return the keys and a description of the first mistake in `value`; None if there is none."""
     if _fits(value, kind):
         return None
     for member in _members(kind):
@@ -119,13 +120,13 @@ def _mistake(value: Any, kind: Any, keys: Keys) -> tuple[Keys, str] | None:
             key_kind, inner = get_args(member)
             for key in value:
                 if not _fits(key, key_kind):
-                    return _unknown((*keys, key), map(str, get_args(key_kind)))
+                    return _unknown_key((*keys, key), map(str, get_args(key_kind)))
             return _first(_mistake(value[key], inner, (*keys, key)) for key in value)
         if isinstance(value, list) and value and get_origin(member) in (tuple, list):
             inner = get_args(member)[0]
             return _first(_mistake(item, inner, (*keys, i)) for i, item in enumerate(value))
     allowed = _join(_alternatives(msgspec.inspect.type_info(kind)))
-    value_text = f" is {_value_text(value)}, but" if _SECRET.isdisjoint(keys) else ""
+    value_text = f" is {_value_text(value)}, but" if _SECRET_TABLES.isdisjoint(keys) else ""
     return keys, f"{key_name(keys)}{value_text} must be {allowed}{_suggestion(value, kind)}"
 
 
@@ -138,7 +139,7 @@ def _mistake_in_struct(
             if mistake := _mistake(value, fields[key].type, (*keys, key)):
                 return mistake
         elif kind.__struct_config__.forbid_unknown_fields:
-            return _unknown((*keys, key), fields)
+            return _unknown_key((*keys, key), fields)
     missing = next(name for name, field in fields.items() if field.required and name not in table)
     return keys, f"the key `{missing}` is missing"
 
@@ -147,7 +148,7 @@ def _first(mistakes: Iterable[tuple[Keys, str] | None]) -> tuple[Keys, str] | No
     return next(filter(None, mistakes), None)
 
 
-def _unknown(keys: Keys, valid: Iterable[str]) -> tuple[Keys, str]:
+def _unknown_key(keys: Keys, valid: Iterable[str]) -> tuple[Keys, str]:
     names = list(valid)
     near = difflib.get_close_matches(str(keys[-1]), names, n=1)
     step = f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(names)}"
@@ -237,7 +238,7 @@ def _join(texts: list[str]) -> str:
 
 
 def _suggestion(value: Any, kind: Any) -> str:
-    """Return a correction of a wrong value, `; write 8080`; "" if none is likely."""
+    """Return a correction such as `; write 80 without quotes`; "" if none is likely."""
     import tomllib
 
     if not isinstance(value, str):

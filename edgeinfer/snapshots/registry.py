@@ -323,11 +323,14 @@ def list_failures() -> list[Failure]:
 
 def list_current_failures() -> list[Failure]:
     """List the failed builds of `list_failures` whose model and adapters were not removed since."""
-    return [failure for failure in list_failures() if has_files(failure.command)]
+    return [failure for failure in list_failures() if has_inputs(failure.command)]
 
 
-def has_files(warm_command: str) -> bool:
-    """Return whether model and adapters of `edgeinfer warm MODEL --lora=…` are on this machine."""
+def has_inputs(warm_command: str) -> bool:
+    """Return whether the model and the adapters of `warm_command` are on this machine.
+
+    The command has the form `edgeinfer warm MODEL --lora=…`.
+    """
     from edgeinfer.models.reference import resolve  # slow import (30 ms), needed only after a failure
 
     arguments = shlex.split(warm_command)[2:]

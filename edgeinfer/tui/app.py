@@ -127,7 +127,7 @@ class ChatApp(App[None]):
         self.app_resume_signal.subscribe(self, lambda _: self.action_repaint())
         theme = self.chat.setup.config.theme
         if theme not in self.available_themes:
-            problem = f"there is no theme {theme!r} (`chat.theme` in config.toml); `/theme` lists them"
+            problem = f"there is no theme {theme!r} (`chat.theme` in config.toml): `/theme` lists all"
             self.notify(problem, severity="warning", timeout=10)
         if self.is_headless:
             return

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 import pytest
 
-from edgeinfer.config.config_file import Config, load_config, name_origin
+from edgeinfer.config.config_file import Config, append_config_key, load_config
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.models import catalog
 from edgeinfer.models.catalog import Model
@@ -243,7 +243,7 @@ def test_word_of_a_message_is_not_taken_for_a_configured_one(message, key, tmp_p
     (path := tmp_path / "config.toml").write_text("\n".join(lines))
     monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
     error = UsageError(message)
-    name_origin(error)
+    append_config_key(error)
     numbers = {line.split(" ")[0]: number for number, line in enumerate(lines, 1)}
     assert error.message == message + (key and f" (`{key}` in {path}, line {numbers[key]})")
 
@@ -265,5 +265,5 @@ def test_later_error_about_a_configured_text_names_its_key(keys, tmp_path, monke
         (f"{path}, line 2: my-value.x is wrong", (), ""),
     ):
         error = UsageError(message)
-        name_origin(error, typed)
+        append_config_key(error, typed)
         assert error.message == message + added

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from edgeinfer.chat.commands import theme_names
 from edgeinfer.chat.model_choices import list_choices
-from edgeinfer.config.config_file import KEY_NAMES, ChatConfig, load_config
+from edgeinfer.config.config_file import BINDING_IDS, ChatConfig, load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.models.fits import fit
 from edgeinfer.models.progress import PullProgress, progress_text
@@ -284,7 +284,7 @@ class TestHelp:
         assert "Ctrl+X" in text
 
     def test_ids_are_unique_and_keys_of_one_place_do_not_clash(self):
-        assert [key.id for key in bindings.KEYS] == KEY_NAMES
+        assert [key.id for key in bindings.KEYS] == BINDING_IDS
         for where in bindings.HEADINGS:
             keys = [k for key in bindings.KEYS if key.where == where for k in key.keys.split(",")]
             assert len(keys) == len(set(keys)), where

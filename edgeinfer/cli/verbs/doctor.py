@@ -24,9 +24,9 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import (
     Config,
+    append_config_key,
     config_path,
     load_config,
-    name_origin,
     way_out_of_offline,
 )
 from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
@@ -199,9 +199,13 @@ def _snapshots() -> Finding:
     if failed:
         named = "; ".join(f"snapshot {each.name} could not be built: {each.message}" for each in failed)
         return Finding("warn", f"{probed.tier}: {probed.reason}; {named}", failed[0].command)
-    unseen = builds.failures().items()
-    if last_unseen := [item for item in unseen if registry.has_files(item[1][1])][-1:]:
-        name, (reason, command) = last_unseen[0]
+    unseen = {
+        name: (reason, command)
+        for name, (reason, command) in builds.failures().items()
+        if registry.has_inputs(command)
+    }
+    if unseen:
+        name, (reason, command) = unseen.popitem()
         last = f"snapshot {name} was not built in the background: {reason}; see {builds.log_file()}"
         return Finding("warn", f"{probed.tier}: {probed.reason}; {last}", command)
     return Finding("ok", f"{probed.tier}: {probed.reason}")
@@ -262,7 +266,7 @@ def _catalogue() -> Finding:
         text = f"{text}, not pulled yet"
         return Finding("todo", text, f"edgeinfer pull {config.default_model}")
     except EdgeInferError as error:
-        name_origin(error)
+        append_config_key(error)
         return Finding("fail", f"{text}: {error.message}", error_text.hint(error))
     return Finding("ok", text)
 
