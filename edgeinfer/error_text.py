@@ -81,8 +81,8 @@ def hint(error: e.EdgeInferError) -> str:
     return error.hint if error.hint is not None else row(type(error))[1]
 
 
-def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
-    """Return the hint "did you mean NAME?" with the most similar of `names`, `otherwise` if none is."""
+def similar_name_hint(word: str, names: Iterable[str], otherwise: str) -> str:
+    """Return the hint "did you mean NAME?" for the name nearest to `word`; `otherwise` if none is."""
     near = difflib.get_close_matches(word.lower(), names, n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 

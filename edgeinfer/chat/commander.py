@@ -19,7 +19,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.config import config_file
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
-from edgeinfer.error_text import did_you_mean
+from edgeinfer.error_text import similar_name_hint
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.receipts.receipt import Refusal, load_key
 from edgeinfer.runtime.options import parse_adapters
@@ -177,8 +177,8 @@ class Commander:
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:
-            step = did_you_mean(argument, self.presets, f"presets: {', '.join(self.presets)}")
-            raise UsageError(f"there is no preset {argument!r}", hint=step)
+            hint = similar_name_hint(argument, self.presets, f"presets: {', '.join(self.presets)}")
+            raise UsageError(f"there is no preset {argument!r}", hint=hint)
         if argument:
             self.session.set(sampling=dict(self.presets[argument]))
         chosen = presets.matching(self.session.conversation.sampling, self.presets)
@@ -188,8 +188,8 @@ class Commander:
 
     def _theme(self, argument: str) -> None:
         if argument and argument not in (names := commands.theme_names()):
-            step = did_you_mean(argument, names, f"themes: {', '.join(names)}")
-            raise UsageError(f"there is no theme {argument!r}", hint=step)
+            hint = similar_name_hint(argument, names, f"themes: {', '.join(names)}")
+            raise UsageError(f"there is no theme {argument!r}", hint=hint)
         self.front.use_theme(argument)
 
     def _ctx(self, argument: str) -> None:
@@ -268,8 +268,8 @@ class Commander:
             problem = f"/tools has no option {argument!r}"
             raise UsageError(problem, hint="type `/tools on`, `/tools off` or `/tools check`")
         else:
-            none = "The model has no tools. `/tools on` offers those of config.toml."
-            self.front.show_text(tools.describe() if tools is not None else none)
+            no_tools = "The model has no tools. `/tools on` offers those of config.toml."
+            self.front.show_text(tools.describe() if tools is not None else no_tools)
 
     def _use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
         def offer(said: list[str]) -> None:
@@ -304,8 +304,9 @@ class Commander:
         conversation = self.session.conversation
         if not (conversation.id or conversation.title):
             raise _not_stored_error()
-        when = "" if conversation.id else ", once you ask a question"
-        self.front.show_text(f"Stored as “{conversation.title or 'untitled'}”{when}.")
+        stored = f"Stored as “{conversation.title or 'untitled'}”."
+        later = f"“{conversation.title}” is stored when you ask a question."
+        self.front.show_text(stored if conversation.id else later)
 
     def _delete(self, _: str) -> None:
         self.delete(self.session.conversation.id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgeinfer.config.sampling_options import BY_FIELD, MAX_TOKENS
-from edgeinfer.error_text import did_you_mean
+from edgeinfer.error_text import similar_name_hint
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.requests import Sampling, with_options
 
@@ -30,8 +30,8 @@ def option(name: str) -> str:
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
         labels = [option.label for option in OPTIONS.values()]
-        step = did_you_mean(name, labels, f"options: {', '.join(labels)}")
-        raise UsageError(f"there is no sampling option {name!r}", hint=step)
+        hint = similar_name_hint(name, labels, f"options: {', '.join(labels)}")
+        raise UsageError(f"there is no sampling option {name!r}", hint=hint)
     return key
 
 

@@ -181,7 +181,7 @@ def test_conversations(commander, front, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="not stored yet"):
         commander.run("/save")
     commander.run("/save First title")
-    assert front.said == "Stored as “First title”, once you ask a question."
+    assert front.said == "“First title” is stored when you ask a question."
     ask(commander)
     first = commander.session.conversation.id
     commander.run("/save My title")
