@@ -14,7 +14,7 @@ from edgeinfer.errors import ConversionError, InvalidGgufError, UsageError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
-from edgeinfer.models.fetching.fetch import no_adapter_error
+from edgeinfer.models.fetching.fetch import not_an_adapter_error
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, fetch_first_working
@@ -75,15 +75,16 @@ def pull_adapter(
     """Fetch the PEFT adapter `text` (a folder or a source), convert it for the model `base`, store it.
 
     The adapter is stored as `options.name`; None makes a name from `text`. Raises UsageError if `text`
-    is not an adapter, or if another adapter has the name and not `options.again`; ConversionError if
-    the adapter cannot be converted for `base`; and the errors of `pull` and `ModelRef.files`.
+    is not an adapter, or if a different adapter has that name and `options.again` is False;
+    ConversionError if the adapter cannot be converted for `base`; and the errors of `pull` and
+    `ModelRef.files`.
     """
     from edgeinfer.models.converting.fetched import link_files
     from edgeinfer.models.converting.lora import convert_adapter  # slow import: 150 ms
 
     options = options or PullOptions()
     if not paths.is_model_path(text) and resolve(text).kind in ("pulled", "external"):
-        raise no_adapter_error(text)
+        raise not_an_adapter_error(text)
     base_files = resolve(base).files().paths
     if len(base_files) > 1:
         problem = f"{base} has {len(base_files)} files; an adapter's base model must be one file"
@@ -109,8 +110,8 @@ def pull_adapter(
         path = adapter_path(ref.name)
         if path.exists() and not (options.again or filecmp.cmp(target, path, shallow=False)):
             target.unlink()
-            problem = f"an adapter called {ref.name} is here already, with another content"
-            hint = "give this one another name (`--name NAME`), or replace the other: --again"
+            problem = f"a different adapter called {ref.name} is here already"
+            hint = "choose another name (`--name NAME`), or replace that adapter (`--again`)"
             raise UsageError(problem, hint=hint)
         os.replace(target, path)
         shutil.rmtree(work, ignore_errors=True)

@@ -160,15 +160,15 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
         return names.combined_digest([file.sha256 for file in self.files])
 
 
-def warning_of_name(record: PulledModel) -> str:
+def hidden_model_warning(record: PulledModel) -> str:
     """Return a line for stderr if a model of the catalogue has the name of `record`, otherwise ""."""
     entry = load_catalog().get(record.name)
     sources = [" + ".join(map(str, parts)) for parts in entry.parsed_sources()] if entry else []
     if entry is None or not {record.source, *record.more_sources}.isdisjoint(sources):
         return ""
     return (
-        f"warning: {record.name} now names this model: it hides the catalogue's and gets its settings; "
-        f"`edgeinfer rm {record.name}` undoes that\n"
+        f"warning: {record.name} now means this model instead of the catalogue's {record.name}, whose "
+        f"settings apply to this model; `edgeinfer rm {record.name}` removes this model\n"
     )
 
 

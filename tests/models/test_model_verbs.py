@@ -193,7 +193,7 @@ def test_words_that_no_model_has_are_an_error_of_list(local: Path, as_json) -> N
 
 
 def test_name_that_hides_a_model_of_the_catalogue_is_warned_of(local: Path, capsys) -> None:
-    warning = "warning: qwen3-4b now names this model: it hides the catalogue's"
+    warning = "warning: qwen3-4b now means this model instead of the catalogue's"
     for name in ("mine", "qwen3-4b"):
         code, _, err = run(capsys, "pull", str(local), "--name", name, "--quiet")
         assert (code, warning in err) == (0, name == "qwen3-4b")

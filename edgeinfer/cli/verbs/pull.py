@@ -22,7 +22,7 @@ from edgeinfer.models.fetching import fetch
 from edgeinfer.models.progress import FETCHED_IS_KEPT, PullProgress, progress_on
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.store import warning_of_name
+from edgeinfer.models.store import hidden_model_warning
 from edgeinfer.platform.paths import is_model_path
 from edgeinfer.units import format_bytes
 
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     hint = "run the same command again: it continues where it stopped"
     with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
         record = catalog_pull.pull(source, on_progress, options=pull_options)
-    sys.stderr.write(warning_of_name(record))
+    sys.stderr.write(hidden_model_warning(record))
     entry = load_catalog().get(record.base) or record.entry_by_header()
     if record.in_place and any(map(fetch.writable_by_others, record.paths)):
         sys.stderr.write(

