@@ -30,9 +30,10 @@ _Copy = dict[Part, dict[tuple[int, ...], list[str]]]
 _OF_RESPONSES = {"deltas", "texts", "parts", "items", "response"}
 #: Copies of replies that are never streamed in pieces, so that each text and call occurs once.
 _WHOLE = {"chat", "message", "infer"}
-#: A file may have this many documents and receipts, or more if they have on average this many bytes.
-#: Events of edgeinfer are longer. Without this limit, a hostile file of 2 MB takes up to 23 s to read.
-_MANY, _LEAST_BYTES = 1000, 64
+#: A file of more than `_MANY_DOCUMENTS` documents and receipts is refused if their mean length is less
+#: than `_LEAST_MEAN_BYTES`. Events of edgeinfer are longer. Without this limit, a hostile file of 2 MB
+#: takes up to 23 s to read.
+_MANY_DOCUMENTS, _LEAST_MEAN_BYTES = 1000, 64
 #: Copies in which a tool call's arguments are an object; `{}` if the model wrote an unfinished one.
 _WITH_OBJECTS = {"message", "blocks", "Ollama's chat"}
 
@@ -170,7 +171,7 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
     file is one document and not JSON, or has many very short documents or receipts.
     """
     documents, source = list[Any](), ""
-    n_lines = n_bytes = n_read = 0
+    n_lines = n_bytes = n_documents = 0
     event = b""
     has_data = of_events = False
     for number, line in enumerate(_lines(file), 1):
@@ -184,8 +185,8 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
         if not content or (line.startswith(_OTHER_FIELDS) and b"data:" not in line):
             continue  # after U+2028 in a comment, some clients read an event
         location = f"{name}:{number}"
-        n_read += 1
-        _refuse_short(name, n_read, n_bytes)
+        n_documents += 1
+        _refuse_many_short(name, n_documents, n_bytes)
         is_mixed = (is_event and has_data) or (bool(documents) and is_event != of_events)
         of_events, has_data = is_event, is_event
         is_last = content == b"[DONE]"
@@ -210,8 +211,8 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                 continue
             source = source or location
             added = document if isinstance(document, list) else [document]
-            n_read += len(added) - 1 + sum(map(len, map(_receipts, added)))
-            _refuse_short(name, n_read, n_bytes)
+            n_documents += len(added) - 1 + sum(map(len, map(_receipts, added)))
+            _refuse_many_short(name, n_documents, n_bytes)
             documents += added
             is_last = _is_last(document, is_event=is_event)
         if is_last and documents:
@@ -221,10 +222,14 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
         yield source, documents
 
 
-def _refuse_short(name: str, n_read: int, n_bytes: int) -> None:
-    """Raise ReceiptError if a file has many very short documents or receipts in its first `n_bytes`."""
-    if n_read > _MANY and n_bytes < n_read * _LEAST_BYTES:
-        problem = f"{name}: documents or receipts of {n_bytes // n_read} bytes are not of edgeinfer"
+def _refuse_many_short(name: str, n_documents: int, n_bytes: int) -> None:
+    """Raise ReceiptError if the first `n_bytes` of a file have many very short documents.
+
+    `n_documents` counts receipts, too.
+    """
+    if n_documents > _MANY_DOCUMENTS and n_bytes < n_documents * _LEAST_MEAN_BYTES:
+        mean = f"{n_bytes // n_documents} bytes on average"
+        problem = f"{name}: edgeinfer's documents and receipts are longer than these ({mean})"
         raise ReceiptError(problem, hint="name a receipt, or a reply as the endpoint sent it")
 
 

@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 #: Allowed indices of answers, texts and calls. Very large integers are not exact in all clients.
 _INDICES = range(1 << 16)
-#: A shape with this many unknown parts is read no further: the first one decides the verdict.
+#: A document with this many unknown parts is read no further: the first one decides the verdict.
 _MOST_UNKNOWN = 10
 _PARTS_OF_ANSWERS = tuple(Part)[:7]
 #: Types of values that are refused in a field that is not a part of an answer.
@@ -262,7 +262,7 @@ def _read_best(shapes: Iterable[tuple[str, Any]], node: Any, spot: _Spot) -> tup
 
 
 def _least_unknown(shape: Any, node: Any) -> int:
-    """Return how many parts of an object are unknown at least, by its keys and its `type`."""
+    """Return the least number of unknown parts of an object, judged by its keys and its `type`."""
     if not (isinstance(shape, dict) and isinstance(node, dict)):
         return 0
     kind = shape.get("type")
@@ -291,7 +291,8 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
             yield from _read_best((("", alternative) for alternative in shape), node, spot)[1]
         case [Part.ANSWER, inner] if isinstance(node, list):
             for i, child in enumerate(node):
-                yield from _pieces(inner, child or None, spot._replace(answer=i))  # {} is unknown
+                # an empty object becomes None, which is an unknown part
+                yield from _pieces(inner, child or None, spot._replace(answer=i))
         case [inner] if node is None or isinstance(node, list):
             children, numbers = node or [], _numbers(inner)
             for i, child in enumerate(children):
