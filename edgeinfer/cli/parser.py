@@ -194,9 +194,10 @@ class Parser(argparse.ArgumentParser):
         return super()._match_argument(action, arg_strings_pattern)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Return the values of an argument. Raises ArgumentError if one is "" that must not be."""
-        of_others = action.nargs in (argparse.PARSER, argparse.REMAINDER)
-        if "" in arg_strings and not of_others and action.dest not in _MAY_BE_EMPTY:
+        """Return the values of an argument. Raises ArgumentError if "" is not allowed."""
+        # words of another parser or program
+        is_passed_on = action.nargs in (argparse.PARSER, argparse.REMAINDER)
+        if "" in arg_strings and not is_passed_on and action.dest not in _MAY_BE_EMPTY:
             kind = "path" if _PATH.match(str(action.metavar)) else "value"
             raise argparse.ArgumentError(action, f"'' is not a {kind}; is a shell variable unset?")
         return super()._get_values(action, arg_strings)

@@ -67,9 +67,9 @@ def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageE
 
 
 def folder_for(path: Path, hint: str) -> Path:
-    """Return the folder of the file `path`, which may be missing.
+    """Return the folder in which the file `path` exists or can be created.
 
-    Raises UsageError with `hint` if `path` is a folder, or there is no such folder.
+    Raises UsageError with `hint` if `path` itself is a folder, or if its folder does not exist.
     """
     folder = path.absolute().parent
     if path.is_dir():

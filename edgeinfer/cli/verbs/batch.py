@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 _MOST_FAILURES_IN_A_ROW = 16
 #: First byte of a line while it is being removed from the file OUT. No line of JSON begins with it.
 _REMOVED = b"\x18"
-#: First bytes of a line of OUT, without spaces.
-_BEGINNING = b'{"id":"batch_'
+#: First bytes of each line of the file OUT, without spaces.
+_LINE_PREFIX = b'{"id":"batch_'
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
@@ -188,7 +188,7 @@ def read_output(output: int) -> dict[str | None, bool]:
         answers[custom_id] = has_failed and answers.get(custom_id, True)
         whole += len(raw)
     unfinished = os.pread(output, 40, whole).replace(b" ", b"").lstrip(_REMOVED)
-    if not _BEGINNING.startswith(unfinished[: len(_BEGINNING)]):
+    if not _LINE_PREFIX.startswith(unfinished[: len(_LINE_PREFIX)]):
         problem = "the output file ends with a line that is not an answer"
         raise UsageError(problem, hint="name another output file")
     os.ftruncate(output, whole)

@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
     """List models; warn about an invalid config.toml.
 
-    Raises ConfigError if models.toml is invalid, UnknownModelError if no model has the typed words.
+    Raises ConfigError if models.toml is invalid, UnknownModelError if no model matches the typed words.
     """
     try:
         host.config  # noqa: B018  reads config.toml
@@ -171,12 +171,12 @@ def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
         unusable=tuple(model for model in broken if matches(model.name)),
     )
     if options.words and not (listed or result.unfinished or result.adapters or result.unusable):
-        raise _no_match_error(" ".join(options.words), is_pulled=options.pulled)
+        raise _no_match_error(" ".join(options.words), only_pulled=options.pulled)
     return result
 
 
-def _no_match_error(text: str, *, is_pulled: bool) -> UnknownModelError:
-    if is_pulled:
+def _no_match_error(text: str, *, only_pulled: bool) -> UnknownModelError:
+    if only_pulled:
         hint = f"`edgeinfer list {text}` includes models that are not pulled"
         return UnknownModelError(f"no pulled model matches {text!r}", hint=hint)
     near = " or ".join(similar_names(text, load_catalog(), [model.name for model in list_pulled()]))
