@@ -98,7 +98,7 @@ struct Stream {
     std::vector<std::thread> readers;
     bool is_stopping = false;
     int failure = 0;
-    std::atomic<bool> is_damaged = false;  // whether pages of the mapping are zeros of on_bus_error
+    std::atomic<bool> is_damaged = false;  // whether on_bus_error has replaced pages of the mapping by zeros
     double waited_s = 0;
     int64_t bytes_read = 0, moved = 0;
 
@@ -199,7 +199,8 @@ struct Stream {
             movable[std::fmod(movable.size() * kGolden, 1)] = w, movable_bytes += bytes;
         return w;
     }
-    // Turns pinned weights into streamed ones, or back, so that about `to_stream` bytes are streamed.
+    // Begins a graph: turns pinned weights into streamed ones, or back, so that about `to_stream` bytes are streamed, and evicts
+    // slices that `room` no longer holds.
     void begin_graph() {
         order.swap(recorded), recorded.clear();
         rusage now;
@@ -229,7 +230,8 @@ struct Stream {
         madvise(p, bytes, MADV_DONTFORK);  // MADV_HUGEPAGE is not used: compaction for a gigabyte took 10 s
         return (uint8_t *)p;
     }
-    // Returns a slice in a slot that is not needed from now to `turn`, or null: the least used one that is not needed later either.
+    // Returns the slice to evict for a slice that is needed at `turn`; null if every cached one is needed from now to `turn`, or is
+    // being read. Slices that are not needed later either come first, then the least used ones.
     Slice *find_victim(int64_t turn) const {
         const int64_t now = *std::min_element(reached.begin(), reached.end());  // all threads have passed earlier turns
         Slice *victim = nullptr;
@@ -312,7 +314,7 @@ struct Stream {
         if (is_end) return done.notify_all(), nullptr;
         const Slice &s = present->slices[e];
         const auto before = std::chrono::steady_clock::now();
-        done.wait(lock, [&] {  // until `needed` is past it: a slice of `needed` may be in a slot, but may still be evicted
+        done.wait(lock, [&] {  // until `needed` is past this slice: a slice in `needed` may be in a slot, but may still be evicted
             keep_needed();
             return (needed.empty() || s.turn < needed.front()->turn) && !s.n_reads;
         });

@@ -183,10 +183,10 @@ _ASSUMED_DISK_BYTES_PER_S = 500e6
 class StreamingPlan:
     """How the weights of a model that does not fit into memory are divided (bytes).
 
-    `pinned_bytes` of the mapped file stay in memory. Other weights are read into slots, `slot_bytes` of
-    separate memory: of a dense model, each weight that is not pinned, at every step; of a mixture of
-    experts, the experts, which stay while they are used often. A step of one token reads `read_bytes`
-    from the disk, an estimate for a mixture.
+    `pinned_bytes` of the mapped file stay in memory. The other weights are read from disk into slots
+    (`slot_bytes` of separate memory): weights of a dense model at every step, experts of a mixture when
+    they are used. An expert stays in its slot while it is used often. A step of one token reads
+    `read_bytes` from the disk; for a mixture, this number is an estimate.
     """
 
     pinned_bytes: int
@@ -243,16 +243,16 @@ def make_plan(
     compute_bytes = _compute_bytes(draft, options, "f16", **limits)
     machine = machine.without(draft.weights_bytes + compute_bytes)
     shape = msgspec.structs.replace(shape, kv_rows=(*shape.kv_rows, *draft.kv_rows))
-    both = _make_plan(shape, options, machine)
-    is_streamed_anyway = both.streaming is not None and not plan.fits
-    if not (options.draft or both.fits or is_streamed_anyway):
+    plan_with_draft = _make_plan(shape, options, machine)
+    is_streamed_anyway = plan_with_draft.streaming is not None and not plan.fits
+    if not (options.draft or plan_with_draft.fits or is_streamed_anyway):
         return plan
     buffers = msgspec.structs.replace(
-        both.buffers,
-        weights_bytes=both.buffers.weights_bytes + draft.weights_bytes,
-        compute_bytes=both.buffers.compute_bytes + compute_bytes,
+        plan_with_draft.buffers,
+        weights_bytes=plan_with_draft.buffers.weights_bytes + draft.weights_bytes,
+        compute_bytes=plan_with_draft.buffers.compute_bytes + compute_bytes,
     )
-    return msgspec.structs.replace(both, buffers=buffers, has_draft=True)
+    return msgspec.structs.replace(plan_with_draft, buffers=buffers, has_draft=True)
 
 
 def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPlan:
@@ -334,16 +334,16 @@ def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> St
     weights_budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
     dense_bytes = shape.weights_bytes - shape.unread_bytes - shape.expert_bytes
     if shape.expert_bytes:
-        slots = min(weights_budget - dense_bytes, shape.expert_bytes)
-        if slots < shape.used_expert_bytes // max(1, shape.n_layer):
+        slot_bytes = min(weights_budget - dense_bytes, shape.expert_bytes)
+        if slot_bytes < shape.used_expert_bytes // max(1, shape.n_layer):
             return None
-        miss_share = (1.0 - slots / shape.expert_bytes) ** _MISS_POWER
-        return StreamingPlan(dense_bytes, slots, int(shape.used_expert_bytes * miss_share))
-    slots = max(_SLOT_BYTES, 2 * (shape.layer_tensor_bytes + _PADDING_BYTES))
-    pinned = min(weights_budget - slots, dense_bytes)
+        miss_share = (1.0 - slot_bytes / shape.expert_bytes) ** _MISS_POWER
+        return StreamingPlan(dense_bytes, slot_bytes, int(shape.used_expert_bytes * miss_share))
+    slot_bytes = max(_SLOT_BYTES, 2 * (shape.layer_tensor_bytes + _PADDING_BYTES))
+    pinned = min(weights_budget - slot_bytes, dense_bytes)
     if pinned < shape.embedding_bytes:
         return None
-    return StreamingPlan(pinned, slots, dense_bytes - pinned)
+    return StreamingPlan(pinned, slot_bytes, dense_bytes - pinned)
 
 
 def _compute_bytes(shape: Shape, options: LoadOptions, kv_type: str, **limits: int) -> int:

@@ -254,7 +254,7 @@ def with_answer_limit(request: GenerateRequest, *, can_think: bool) -> GenerateR
 
 
 #: Twice the turns that an API accepts, because a turn may have results of tools. The time to tokenize
-#: a chat grows with the square of its messages: 10,000 take 1.6 s, 60,000 take 48 s.
+#: a chat grows with the square of its number of messages: 10,000 take 1.6 s, 60,000 take 48 s.
 _MAX_MESSAGES = 8192
 _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0

@@ -40,11 +40,11 @@ from edgeinfer.runtime.sampling.speculative import (
     Run,
     SuffixDrafter,
     join,
-    learn,
+    update_rates,
 )
 
 #: Acceptance rates are learned for groups of draft tokens. The draft model's probability of a token
-#: decides the token's group. These are the bounds between groups; a group's first rate is its middle.
+#: decides the token's group. These are the bounds between groups. A group's first rate is its middle.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 #: Acceptance rate expected of tokens before they are drafted: its first value, and the number of
 #: verified tokens that the rate counts as when an answer begins. The number is small, so that wrong
@@ -323,7 +323,7 @@ class ModelDrafting(Drafting):
 
     def record(self, sampled: Sequence[int], *, n_drafted: int, n_accepted: int) -> None:
         super().record(sampled, n_drafted=n_drafted, n_accepted=n_accepted)
-        n_right = learn(self._model_runs, sampled, self._mean, self._model.mean)
+        n_right = update_rates(self._model_runs, sampled, self._mean, self._model.mean)
         gain = self._token_cost * (_LOSS_SHARE + min(n_right, self._n_verified))
         self._model.balance = min(_MOST_LOSS, self._model.balance + gain - self._spent)
         self._model_runs = []

@@ -238,10 +238,10 @@ def join(runs: Sequence[Run]) -> list[int]:
     return [token for run in runs for token in run.tokens]
 
 
-def learn(runs: Sequence[Run], sampled: Sequence[int], *means: Acceptance) -> int:
-    """Compare a draft with the `sampled` tokens; return how many of its runs are right.
+def update_rates(runs: Sequence[Run], sampled: Sequence[int], *means: Acceptance) -> int:
+    """Update the acceptance rates of a draft's runs, and `means`, from the `sampled` tokens.
 
-    The acceptance rates of the runs, and `means`, learn from each run up to the first wrong one.
+    Each run up to the first wrong one is recorded. Return how many runs are right.
     """
     n_right = 0
     for run in runs:
@@ -408,5 +408,5 @@ class Drafting:
         """Update the acceptance rates by comparing the last draft with the `sampled` tokens."""
         self.drafted += n_drafted
         self.accepted += n_accepted
-        learn(self._text_runs, sampled)
+        update_rates(self._text_runs, sampled)
         self._text_runs = []

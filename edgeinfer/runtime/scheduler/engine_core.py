@@ -36,7 +36,7 @@ _PICTURE_WAIT_S = 0.02
 #: Prefill time assumed before the first measurement (s per token and byte of weights): half of what a
 #: 4B model in Q4_0 takes on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
-#: Share of a step's time that reading a dense model's weights takes, however many tokens the step has.
+#: Share of a step's time that streaming a dense model's weights takes, whatever the number of tokens.
 _STREAMED_SHARE = 0.9
 
 

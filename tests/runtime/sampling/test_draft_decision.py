@@ -175,7 +175,7 @@ def test_a_draft_model_that_was_wrong_is_tried_again(
 def test_only_verified_tokens_of_the_draft_model_pay_for_drafts(
     monkeypatch: pytest.MonkeyPatch, text_drafts: int
 ) -> None:
-    """Neither those that were too doubtful to verify, nor those of the text that were verified."""
+    """Doubtful tokens that are not verified earn nothing, nor do verified tokens of text drafts."""
     clock, costs = [0.0], StepCurve()
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
