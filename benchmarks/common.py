@@ -147,7 +147,7 @@ def biggest_below(pid: int) -> int:
 
 @contextlib.contextmanager
 def new_home() -> Iterator[Path]:
-    """Make a home of edgeinfer that builds no snapshots: a build would outlive its endpoint."""
+    """Make a home of edgeinfer that builds no snapshots: a build would go on after the benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config").mkdir()
         (Path(folder) / "config/config.toml").write_text("[snapshots]\nauto-warm = false\n")

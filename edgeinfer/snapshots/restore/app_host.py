@@ -1,4 +1,4 @@
-"""The host of an app: it gives the verb a resumed engine, a loaded one, or a worker's."""
+"""The host of an app: the object that gives the verb a resumed, a newly loaded or a worker's engine."""
 
 from __future__ import annotations
 
