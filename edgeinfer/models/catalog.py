@@ -221,8 +221,10 @@ def _load(user: Path, file_stamps: str) -> Catalog | ConfigError:
 
 def _read_both(user: Path) -> Catalog:
     shipped_file, shipped = _read(shipped_path())
-    user_file, user_tables = _read(user) if user.exists() else (shipped_file, {})
     catalog = {name: _model(name, table, shipped_file) for name, table in shipped.items()}
+    if not user.exists():
+        return catalog
+    user_file, user_tables = _read(user)
     for name, table in user_tables.items():
         inherited = shipped.get(name, {})
         if "sources" in table:
