@@ -5,13 +5,13 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
 
 from edgeinfer.config.config_file import Config, append_config_key, load_config
+from edgeinfer.config.toml_file import _fits, _members
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.models import catalog
 from edgeinfer.models.catalog import Model
@@ -42,21 +42,13 @@ JARGON = re.compile(r"\$|\b(Expected|int|str|float|bool|null|None|object|array|d
 Keys = tuple[str, ...]
 
 
-def members(kind: Any) -> list[Any]:
-    if get_origin(kind) is Annotated:
-        return members(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
-        return [inner for member in get_args(kind) for inner in members(member)]
-    return [kind]
-
-
 def every_key(table: type[msgspec.Struct], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Yield every key with its type; of a table whose keys are names, one key."""
     for field in msgspec.structs.fields(table):
         keys, kind = (*above, field.encode_name), field.type
         yield keys, kind
-        if get_origin(members(kind)[0]) is dict:
-            name, kind = get_args(members(kind)[0])
+        if get_origin(_members(kind)[0]) is dict:
+            name, kind = get_args(_members(kind)[0])
             keys += (get_args(name)[0] if get_origin(name) is Literal else "a.b",)
             yield keys, kind
         if msgspec.inspect.is_struct_type(kind):
@@ -89,14 +81,6 @@ def empty_shipped_catalog(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "shipped_path", lambda: tmp_path / "shipped.toml")
 
 
-def is_valid(value: Any, kind: Any) -> bool:
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
 def refusal(load, tmp_path: Path, line: str) -> str:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, line)
@@ -114,7 +98,7 @@ def test_wrong_value_is_described_in_words(load, keys, kind, tmp_path):
     choices = re.findall(r"'([^']*)'", "".join(re.findall(r"'enum': \[(.*?)\]", schema)))
     limits = [float(n) for n in re.findall(r"'\w*[mM](?:in|ax)imum': (-?[\d.]+)", schema)]
     is_single = not {"properties", "additionalProperties"}.intersection(re.findall(r"'(\w+)':", schema))
-    wrong = [text for text in VALUES if not is_valid(tomllib.loads(f"x = {text}")["x"], kind)]
+    wrong = [text for text in VALUES if not _fits(tomllib.loads(f"x = {text}")["x"], kind)]
     assert len(wrong) > 4
     for text in wrong:
         message = refusal(load, tmp_path, f"{toml_key(keys)} = {text}")
@@ -248,7 +232,7 @@ def test_word_of_a_message_is_not_taken_for_a_configured_one(message, key, tmp_p
     assert error.message == message + (key and f" (`{key}` in {path}, line {numbers[key]})")
 
 
-TEXTS = [keys for load, keys, kind in KEYS if load is load_config_line and members(kind)[0] is str]
+TEXTS = [keys for load, keys, kind in KEYS if load is load_config_line and _members(kind)[0] is str]
 
 
 @pytest.mark.parametrize("keys", TEXTS, ids=toml_key)
