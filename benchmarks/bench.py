@@ -182,7 +182,7 @@ def _read_by_a_token(path: Path) -> int:
 
 
 def _ik_rate(folder: str, path: Path, threads: int, *, is_repacked: bool) -> float:
-    program = next(path for path in Path(folder).rglob("llama-bench") if path.is_file())
+    program = next(file for file in Path(folder).rglob("llama-bench") if file.is_file())
     flags = f"-p 0 -n {_DECODE_IN_TURN} -t {threads} -r 1 -o json -rtr {int(is_repacked)}".split()
     done = subprocess.run([program, "-m", path, *flags], check=True, capture_output=True, text=True)
     (row,) = json.loads(done.stdout[done.stdout.index("[") :])
