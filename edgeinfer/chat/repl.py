@@ -96,7 +96,7 @@ class Repl:
 
     def _begin(self) -> None:
         if self.setup.continue_last:
-            if note := self.session.open_last():
+            if note := self.session.open_last(self.setup.typed_model):
                 self.show_text(note)
             if self.session.conversation.id:
                 self.show_changed()

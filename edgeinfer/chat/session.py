@@ -252,15 +252,18 @@ class ChatSession:
         self._draft_lease.release()
         self._draft_of = 0
 
-    def open_last(self) -> str:
+    def open_last(self, model: str = "") -> str:
         """Open the newest conversation that no other window has open, or begin a new one.
 
-        Returns "" if the newest conversation of all was opened, otherwise a note for the user.
+        `model`, unless "", becomes the model of the opened conversation. Returns "" if the newest
+        conversation of all was opened, otherwise a note for the user.
         """
         conversations = self.store.listing()
         for n_skipped, conversation in enumerate(conversations):
             self.open(conversation.id)
             if self.owns_draft():
+                if model:
+                    self.set(model=model)
                 return "The last conversation is open in another window." if n_skipped else ""
         if not conversations:
             return "There is no conversation yet to continue."

@@ -31,6 +31,7 @@ class ChatSetup:
 
     `conversation` has the system prompt and the sampling options of a new conversation; `attachments`
     are sent with its first question. `continue_last`: open the last conversation instead of a new one.
+    `typed_model`: the model that the user typed, which answers in either; "" if none was typed.
     """
 
     host: EngineHost
@@ -39,6 +40,7 @@ class ChatSetup:
     config: ChatConfig
     open_store: Callable[[], ConversationStore] = ConversationStore.open
     continue_last: bool = False
+    typed_model: str = ""
     conversation: Conversation = field(default_factory=Conversation)
     attachments: list[Attachment] = field(default_factory=list)
     with_tools: bool = False

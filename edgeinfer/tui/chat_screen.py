@@ -92,7 +92,8 @@ class ChatScreen(Screen[None]):
             self.run_command("/tools on")
 
     def _open(self) -> None:
-        note = self.session.open_last() if self.setup.continue_last else ""
+        setup = self.setup
+        note = self.session.open_last(setup.typed_model) if setup.continue_last else ""
         self.composer.set_past(self.session.store.past_questions())
         if self.session.path:
             self.view.show_session()

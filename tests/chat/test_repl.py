@@ -162,6 +162,14 @@ def test_continue_opens_the_last_conversation(tmp_path):
     assert len(repl.session.path) == 4
 
 
+def test_typed_model_answers_the_continued_conversation(tmp_path):
+    talk(tmp_path, "first question")
+    host = FixedHost(FakeEngine([words("Hello you")]))
+    out, repl = talk(tmp_path, "second", host=host, continue_last=True, typed_model="other")
+    assert "You: first question" in out
+    assert repl.session.store.conversation(repl.session.conversation.id).model == "other"
+
+
 def test_turns_of_another_program_are_shown_and_continued(tmp_path):
     def lines():
         yield "hello\n"

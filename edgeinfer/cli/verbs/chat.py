@@ -13,7 +13,7 @@ from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.cli import options as shared
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.host import EngineHost
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ def run(options: argparse.Namespace, host: EngineHost) -> ChatResult:
     Raises CatalogError or UsageError for a missing model, before anything is shown; EdgeInferError if
     the app crashed (the conversation is stored).
     """
+    if len((options.model or "").split()) > 1:
+        hint = 'ask once with `edgeinfer run "QUESTION"`, or type `edgeinfer` and ask there'
+        raise UsageError("`edgeinfer chat` takes the name of a model, not a question", hint=hint)
     if options.model:
         _refuse_missing(options.model, host)
     is_plain = options.plain or os.environ.get("TERM") == "dumb"
@@ -111,6 +114,7 @@ def _setup(options: argparse.Namespace, host: EngineHost) -> ChatSetup:
         options=typed_options.load_options(options, config.load),
         config=config.chat,
         continue_last=options.continue_last,
+        typed_model=options.model or "",
         with_tools=options.tools,
         conversation=Conversation(
             system_prompt=typed_options.system_prompt(options.system or "", config), sampling=sampling
