@@ -182,12 +182,13 @@ def _suggest(text: str) -> tuple[list[str], str]:
 
 
 def _offer() -> str:
-    usable = stores.usable() if not list_pulled() else []
-    if not usable:
+    local_models = [(model.name, "") for model in list_pulled()]
+    local_models = local_models or [(model.name, f", from {model.store}") for model in stores.usable()]
+    if not local_models:
         return ""
-    more = f" ({len(usable) - 1} more: `edgeinfer list`)" if len(usable) > 1 else ""
-    first = usable[0]
-    return f", or use one that is here, from {first.store}: `edgeinfer chat {first.name}`{more}"
+    name, origin = local_models[0]
+    more = f" ({len(local_models) - 1} more: `edgeinfer list`)" if len(local_models) > 1 else ""
+    return f", or use one that is here{origin}: `edgeinfer chat {name}`{more}"
 
 
 def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:

@@ -219,7 +219,7 @@ async def _preload(endpoint: Endpoint) -> None:
     try:
         lease = await models.acquire(models.default)
     except EdgeInferError as error:
-        endpoint.log.error("model-failed", model=models.default, message=error.message)
+        endpoint.log.error("model-failed", model=models.default, message=error.message_and_hint)
         return
     except Exception as error:  # noqa: BLE001  other models may still load: report it and keep running
         endpoint.log.error("model-failed", error, model=models.default)

@@ -187,6 +187,15 @@ def test_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> None
         resolve(str(tmp_path / "none.gguf")).files()
 
 
+def test_pulled_models_are_offered_in_place_of_one_that_is_not_pulled(local: Path) -> None:
+    name = pull(str(local)).name
+    with pytest.raises(ModelNotPulledError) as caught:
+        resolve("qwen3-4b").files()
+    assert caught.value.hint == (
+        f"pull it first: `edgeinfer pull qwen3-4b`, or use one that is here: `edgeinfer chat {name}`"
+    )
+
+
 def test_unknown_references_are_no_model() -> None:
     for name in ("qwen3-4b", "qwen3-4b:Q8_0"):
         with pytest.raises(ModelNotPulledError) as caught:
