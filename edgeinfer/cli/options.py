@@ -11,7 +11,7 @@ from typing import Any
 
 from edgeinfer.cli.parser import LAUNCH, LOAD, SAMPLING, HelpAll, add_option
 from edgeinfer.config import sampling_options
-from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
+from edgeinfer.config.load_options import LOAD_OPTIONS, AdaptersOption, LoadOption
 from edgeinfer.config.sampling_options import SamplingOption
 from edgeinfer.platform.disk import folder_for
 
@@ -55,8 +55,9 @@ def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             return option.parse(text)
-        except ValueError:
-            problem = f"{text!r} is not {option.describe_range()}"
+        except ValueError as error:
+            is_list = isinstance(option, AdaptersOption)
+            problem = str(error) if is_list else f"{text!r} is not {option.describe_range()}"
             raise argparse.ArgumentTypeError(problem) from None
 
     return parse

@@ -282,6 +282,19 @@ def refuse_unknown(
         raise UsageError(f"unrecognized arguments: {' '.join(named)}", hint=step)
 
 
+#: Short options of llama.cpp's programs and of Ollama, and what they are called here.
+_LLAMA_CPP_FLAGS = {
+    "-c": "--ctx",
+    "-n": "--max-tokens",
+    "-ngl": "--gpu-layers",
+    "-p": "--port",
+    "-t": "--threads",
+    "--ctx-size": "--ctx",
+    "--n-gpu-layers": "--gpu-layers",
+    "--n-predict": "--max-tokens",
+}
+
+
 def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
     if not word.startswith("-"):
         return _EXTRA_WORD_HINTS.get(verb, "")
@@ -291,7 +304,11 @@ def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> st
     if verb == "chat" and flag in ("-v", "-V"):
         return "did you mean `edgeinfer --version`?"
     if flag == "-m" or (near == "--model" and near not in flags):
-        return f"name the model without `--model`: `edgeinfer {verb} MODEL`"
+        typed = flag if flag == "-m" else "--model"
+        return f"name the model without `{typed}`: `edgeinfer {verb} MODEL`"
+    if verb == "run" and flag in ("-p", "--prompt"):
+        return f'type the prompt without `{flag}`: `edgeinfer run MODEL "PROMPT"`'
+    near = _LLAMA_CPP_FLAGS[flag] if _LLAMA_CPP_FLAGS.get(flag) in flags else near
     return f"did you mean {near}?" if near else ""
 
 

@@ -90,9 +90,6 @@ class AdaptersOption(LoadOption):
             raise ValueError(f"two adapters in {text} have the same name")
         return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in adapters)
 
-    def describe_range(self) -> str:
-        return "adapters with different names (NAME or FILE, optionally :SCALE, at most 100), or none"
-
 
 class ModelOption(LoadOption):
     """A load option whose value is a model: its name or the absolute path of its file.

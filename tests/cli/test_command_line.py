@@ -204,6 +204,10 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, completed):
         ("run --temp 0 x", "did you mean --temperature?"),
         ("--modle x", "name the model without `--model`: `edgeinfer chat MODEL`"),
         ("run --model x", "name the model without `--model`: `edgeinfer run MODEL`"),
+        ("run -m x", "name the model without `-m`: `edgeinfer run MODEL`"),
+        ("run x -p Hi", 'type the prompt without `-p`: `edgeinfer run MODEL "PROMPT"`'),
+        ("serve -p 9000", "did you mean --port?"),
+        ("serve -c 4096", "did you mean --ctx?"),
         ("warm m --colour red", "run `edgeinfer warm --help`"),
         ("config set offline true", "`edgeinfer config` shows the path of the file: set keys there"),
         ("snapshots verify", "`edgeinfer snapshots verify --all` verifies every snapshot"),
@@ -215,6 +219,11 @@ def test_hint_names_what_was_probably_meant(typed, hint, as_json):
     error = as_json(*shlex.split(typed), code=2)
     assert (error["code"], error["hint"]) == ("usage", hint)
     assert len(error["message"]) < 200, "a long list of choices is not quoted"
+
+
+def test_question_in_place_of_a_model_hints_at_run(capsys):
+    assert main(["chat", "what is two"]) == 2
+    assert 'ask once with `edgeinfer run "QUESTION"`' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["pull", "show"])
