@@ -6,7 +6,6 @@ error's constructor (`hint=`).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from edgeinfer import errors as e
@@ -83,6 +82,8 @@ def hint(error: e.EdgeInferError) -> str:
 
 def similar_name_hint(word: str, names: Iterable[str], otherwise: str) -> str:
     """Return the hint "did you mean NAME?" for the name nearest to `word`; `otherwise` if none is."""
+    import difflib  # not at the top: the shipped file's first stage does not contain it
+
     near = difflib.get_close_matches(word.lower(), names, n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 

@@ -52,12 +52,26 @@ def test_launcher_and_first_start_import_the_standard_library_and_edgeinfer_only
     assert foreign == set()
 
 
-def test_first_start_has_no_module_of_the_application():
-    finder = modulefinder.ModuleFinder(
-        [str(ROOT)]
-    )  # finds imports in functions too, as PyInstaller does
+def first_start_modules():
+    """List edgeinfer's modules in the shipped file's first stage, also those imported in functions."""
+    finder = modulefinder.ModuleFinder([str(ROOT)])
     finder.run_script(str(ROOT / "build/first_start.py"))
-    packages = {name.split(".")[1] for name in finder.modules if name.startswith("edgeinfer.")}
+    return [name for name in finder.modules if name.startswith("edgeinfer.")]
+
+
+def test_first_start_needs_no_module_that_its_interpreter_lacks():
+    spec = ast.parse((ROOT / "build/app.spec").read_text())
+    left_out = next(
+        ast.literal_eval(node.value)
+        for node in spec.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SMALL"
+    )
+    absent = f"import sys; sys.modules.update(dict.fromkeys({left_out}))"
+    run_python(f"{absent}; import {', '.join(first_start_modules())}")
+
+
+def test_first_start_has_no_module_of_the_application():
+    packages = {name.split(".")[1] for name in first_start_modules()}
     assert "shipping" in packages
     assert packages.isdisjoint({"cli", "launcher", "models", "runtime", "server", "tui"}), packages
 
