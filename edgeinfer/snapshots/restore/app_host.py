@@ -227,7 +227,7 @@ class AppHost(EngineHost):
 
         Raises the error that the command prints, DumpError if it ends without one.
         """
-        arguments = (f"--model={model}", f"--name={name}")
+        arguments = (f"--model={model}", *([f"--name={name}"] if name else ()))
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:
             raise from_fields(outcome.error)
