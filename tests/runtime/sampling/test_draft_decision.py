@@ -132,6 +132,17 @@ def random_texts(share: float, n_texts: int, n_tokens: int) -> list[list[int]]:
     return [[int(rng.random() >= share) for _ in range(n_tokens)] for _ in range(n_texts)]
 
 
+def simulate_time(
+    monkeypatch: pytest.MonkeyPatch, step_s: Callable[[int], float]
+) -> tuple[list[float], StepCurve]:
+    """Replace the clock by a list of one time (s). Return this list, and the measured step costs."""
+    clock, costs = [0.0], StepCurve()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
+    costs.measure(step_s)
+    return clock, costs
+
+
 @pytest.mark.parametrize("machine", ["4b", "0.5b"])
 @pytest.mark.parametrize("n_clients", [1, 2, 4])
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.35, 0.6, 0.95])
@@ -139,11 +150,8 @@ def test_a_draft_model_costs_two_percent_and_its_first_trials_at_most(
     monkeypatch: pytest.MonkeyPatch, share: float, n_clients: int, machine: str
 ) -> None:
     """Whatever `share` of its tokens is right, and for short answers to long prompts, too."""
-    clock, step_s = [0.0], STEPS[machine]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
-    costs = StepCurve()
-    costs.measure(step_s)
+    step_s = STEPS[machine]
+    clock, costs = simulate_time(monkeypatch, step_s)
     for n_prompt, n_answer, n_turns in TALKS:
         make_drafting = partial(draft_with, Draft(step_s(1), clock))
         texts = random_texts(share, n_turns * n_clients, n_answer)
@@ -160,11 +168,8 @@ def test_a_draft_model_that_was_wrong_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, n_answer: int, machine: str
 ) -> None:
     """Also if each answer is too short for its own expected rate to recover."""
-    clock, step_s = [0.0], STEPS[machine]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
-    costs = StepCurve()
-    costs.measure(step_s)
+    step_s = STEPS[machine]
+    clock, costs = simulate_time(monkeypatch, step_s)
     make_drafting = partial(draft_with, Draft(step_s(1), clock))
     spent_s(make_drafting, costs, clock, step_s, 1, random_texts(0.0, 100, n_answer))
     on_s = spent_s(make_drafting, costs, clock, step_s, 1, random_texts(0.95, 100, n_answer))
@@ -176,10 +181,7 @@ def test_only_verified_tokens_of_the_draft_model_pay_for_drafts(
     monkeypatch: pytest.MonkeyPatch, text_drafts: int
 ) -> None:
     """Doubtful tokens that are not verified earn nothing, nor do verified tokens of text drafts."""
-    clock, costs = [0.0], StepCurve()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(speculative, "_MEASURE_S", 0.001)
-    costs.measure(STEPS["4b"])
+    clock, costs = simulate_time(monkeypatch, STEPS["4b"])
     draft = Draft(STEPS["4b"](1), clock)
     draft.rates = [Acceptance(0.01)] * len(draft.rates)
     request = GenerateRequest(prompt="x")
