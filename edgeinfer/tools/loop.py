@@ -133,6 +133,12 @@ class CallFrontEnd(Protocol):
         """Show `progress` about a running tool call or, if the text is "", the result."""
 
 
+def require_tools(config: ToolsConfig) -> None:
+    """Raise UsageError if no tools are configured."""
+    if not config.has_tools:
+        raise UsageError("no tools are configured", hint=HOW_TO_ADD)
+
+
 class ChatTools:
     """The tools of a chat: lists them for requests, and runs the model's calls. Thread-safe.
 
@@ -140,8 +146,7 @@ class ChatTools:
     """
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
-        if not config.has_tools:
-            raise UsageError("no tools are configured", hint=HOW_TO_ADD)
+        require_tools(config)
         self.toolbox = Toolbox(config, folder)
         self._approvals = Approvals(config, folder)
         self._tools: tuple[Tool, ...] | None = None

@@ -76,10 +76,10 @@ def run(options: argparse.Namespace, host: EngineHost) -> WarmResult:
         if not os.path.isfile(path):
             hint = "pull it: `edgeinfer pull ADAPTER --base MODEL`"
             raise UsageError(f"the adapter {path} is not a file", hint=hint)
-    if options.tools and not host.config.tools.has_tools:
-        from edgeinfer.tools.loop import HOW_TO_ADD
+    if options.tools:
+        from edgeinfer.tools.loop import require_tools
 
-        raise UsageError("no tools are configured", hint=HOW_TO_ADD)
+        require_tools(host.config.tools)
     inputs = SnapshotInputs(
         model=ref.name,
         files=files,
